@@ -1,0 +1,20 @@
+"""hf_paged: a paged key/value cache for Hugging Face transformers' `generate`.
+
+Importing it registers `attn_implementation="paged"` and applies the patches (`HF_PAGED_PATCHES=0` turns those off).
+"""
+
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from .attention import paged_attention
+from .blocks import IntegrityError, PoolExhausted
+from .cache import PagedCache
+from .masks import paged_mask
+from .patches import apply as _apply_patches
+from .pool import LayerGeometry, PagePool, PoolStats
+
+__version__ = "0.1.0"
+__all__ = ["IntegrityError", "LayerGeometry", "PagePool", "PagedCache", "PoolExhausted", "PoolStats"]
+
+AttentionInterface.register("paged", paged_attention)
+AttentionMaskInterface.register("paged", paged_mask)
+_apply_patches()

@@ -1,0 +1,114 @@
+"""The "paged" attention function: to a kernel with block tables where it can, to exact dense attention where not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+
+from .kernels import KERNELS
+from .lazy import LazyKV, LazyMask, LazyTensor
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The attention function registered for `attn_implementation="paged"`.
+
+    `query` is [B, H_q, q_length, D_k]; `key` and `value` are what a PagedCache's `update` returned, and the output is
+    [B, q_length, H_q, D_v]. With ordinary keys and values this is sdpa, gradients included.
+    """
+    if not isinstance(key, LazyKV) or not isinstance(value, LazyKV):
+        mask = attention_mask.dense() if isinstance(attention_mask, LazyTensor) else attention_mask
+        return sdpa_attention_forward(
+            module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+        )
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    window = _native_window(query, key, attention_mask, causal, kwargs.get("sliding_window"))
+    if window is None or dropout or kwargs.get("position_bias") is not None or kwargs.get("output_attentions"):
+        return _dense(module, query, key.dense(), value.dense(), attention_mask, dropout, scaling, causal, kwargs)
+
+    plan = key.plan.on(query.device)
+    batch, num_heads, q_length, dim = query.shape
+    queries = query.transpose(1, 2).reshape(batch * q_length, num_heads, dim)  # [B * q_length, H_q, D_k]
+    out = KERNELS[key.state.pool.kernel](
+        queries if plan.source is None else queries[plan.source],
+        key.blocks,
+        value.blocks,
+        plan.block_table,
+        plan.seq_lens,
+        plan.cu_seqlens_q,
+        dim**-0.5 if scaling is None else scaling,
+        window,
+        kwargs.get("softcap") or 0.0,
+        kwargs.get("s_aux"),
+    )  # [T, H_q, D_v]
+    if plan.source is not None:
+        padded = out.new_zeros((batch * q_length, *out.shape[1:]))
+        padded[plan.source] = out
+        out = padded
+    return out.view(batch, q_length, num_heads, -1), None
+
+
+def _native_window(
+    query: Tensor, key: LazyKV, mask: Tensor | None, causal: bool, sliding_window: int | None
+) -> int | None:
+    """The window to hand to a kernel (0: none), or None where only the dense path gives the exact result."""
+    plan = key.plan
+    if not (plan.native and key.current and query.dtype == key.dtype):
+        return None
+    if query.shape[0] != plan.rows or query.shape[2] != plan.q_length:
+        return None
+    if mask is None:  # no padding; the model has left causality to the attention function
+        return sliding_window or 0 if causal else None
+    if not isinstance(mask, LazyMask) or mask.state is not key.state:
+        return None
+    return mask.window if mask.shape[2:] == (plan.q_length, plan.width) else None
+
+
+def _dense(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    causal: bool,
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """Attention over gathered keys [B, H_kv, width, D_k] and values, by sdpa, or by hand where sdpa lacks a feature."""
+    mask = mask.dense() if isinstance(mask, LazyTensor) else mask
+    q_length, width = query.shape[2], key.shape[2]
+    if mask is None and causal and q_length > 1:  # aligned bottom-right; sdpa's own flag aligns top-left
+        position = torch.arange(width, device=query.device)
+        mask = position <= position[width - q_length :, None]
+    softcap, sinks, bias = kwargs.get("softcap"), kwargs.get("s_aux"), kwargs.get("position_bias")
+    if not softcap and sinks is None and not kwargs.get("output_attentions"):
+        return sdpa_attention_forward(
+            module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=False, position_bias=bias
+        )
+    groups = query.shape[1] // key.shape[1]
+    scores = query @ repeat_kv(key, groups).transpose(2, 3)  # [B, H_q, q_length, width]
+    scores = scores * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    weights = torch.softmax(scores, -1, dtype=torch.float32)[..., :width].to(query.dtype)
+    weights = torch.nn.functional.dropout(weights, dropout, module.training)
+    return (weights @ repeat_kv(value, groups)).transpose(1, 2).contiguous(), weights

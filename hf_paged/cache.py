@@ -1,0 +1,248 @@
+"""PagedCache: what transformers talks to."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from . import kernels
+from .lazy import LazyKV
+from .plan import StepPlan
+from .pool import PagePool
+from .state import CacheState, Width
+
+
+class PagedLayer(CacheLayerMixin):
+    """One attention layer of a `PagedCache`. Rows and blocks are the cache's; a layer knows how far it has written."""
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = True
+
+    def __init__(self, state: CacheState, index: int):
+        # Not super().__init__(): `keys`, `values` and `is_initialized` are properties here.
+        self.state = state
+        self.index = index
+        self.width = 0
+
+    @property
+    def keys(self) -> LazyKV | None:
+        """The keys, `[B, H_kv, width, D_k]`, gathered when read. None when empty."""
+        return self._handles(self.state.view())[0] if self.width else None
+
+    @property
+    def values(self) -> LazyKV | None:
+        """The values, `[B, H_kv, width, D_v]`, gathered when read. None when empty."""
+        return self._handles(self.state.view())[1] if self.width else None
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.width > 0
+
+    @property
+    def batch_size(self) -> int:
+        """Number of rows, -1 before the first forward pass."""
+        return self.state.tables.num_rows or -1
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Check the geometry and allocate this layer's storage ahead of time."""
+        self.state.pool.storage_for(self.index, key_states, value_states)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Store new keys [B, H_kv, n, D_k] and values [B, H_kv, n, D_v] of real tokens, and return handles for all of
+        them, [B, H_kv, width, D]."""
+        if key_states.requires_grad or value_states.requires_grad:
+            raise RuntimeError(
+                "a PagedCache is for inference: these keys require gradients. Call the model under torch.no_grad(), or "
+                "without the cache for a training step"
+            )
+        state = self.state
+        storage = state.pool.storage_for(self.index, key_states, value_states)
+        batch, q_length = key_states.shape[0], key_states.shape[2]
+        plan = state.plan
+        if self.width == state.width:  # the first layer of a forward pass
+            plan = state.begin(batch, q_length)
+        if plan is None or (self.width, batch, q_length) != (plan.start, plan.rows, plan.q_length):
+            raise RuntimeError(
+                f"layer {self.index} holds {self.width} positions and got {q_length} for {batch} rows, out of step with "
+                f"the other layers ({state.width} positions, {state.tables.num_rows} rows). After a forward pass that "
+                "failed half way, start over with cache.reset()"
+            )
+        self.width = plan.width
+        on_device = plan.on(key_states.device)
+        kernels.write(*storage, key_states, value_states, on_device.slots, on_device.source)
+        return self._handles(plan)
+
+    def _handles(self, plan: StepPlan) -> tuple[LazyKV, LazyKV]:
+        keys, values = self.state.pool.storage(self.index)
+        return LazyKV(self.state, plan, self.index, keys), LazyKV(self.state, plan, self.index, values)
+
+    def get_seq_length(self) -> int:
+        """The padded width that this layer has seen."""
+        return self.width
+
+    def get_max_length(self) -> int:
+        """-1: no maximum but the pool's."""
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys in the next forward pass."""
+        return Width(self.width + query_length, self.state), 0
+
+    def offload(self) -> None:
+        raise RuntimeError("the blocks of a PagedCache are not offloaded: make a pool of fewer blocks instead")
+
+    prefetch = offload
+
+    def _refuse(self, *args: Any) -> None:
+        raise RuntimeError("the layers of a PagedCache share their rows: call this on the cache, not on one layer")
+
+    reset = reorder_cache = crop = batch_repeat_interleave = batch_select_indices = _refuse
+
+    def __repr__(self) -> str:
+        return f"PagedLayer({self.index})"
+
+
+class PagedCache(Cache):
+    """A key/value cache in blocks of a `PagePool`, for `model.generate(..., past_key_values=PagedCache(pool))` (named
+    `cache=` in newer releases of transformers) and for plain forward passes.
+
+    Forks, beams and samples share blocks and copy one on write. Blocks come back on `release()`, at the end of a
+    `with` block, or when nobody holds the cache any more.
+    """
+
+    def __init__(self, pool: PagePool):
+        if not isinstance(pool, PagePool):
+            raise TypeError(
+                f"PagedCache needs a PagePool, got {type(pool).__name__}: make one with PagePool.for_model(model)"
+            )
+        self._attach(CacheState(pool))
+
+    def _attach(self, state: CacheState) -> None:
+        self._state = state
+        super().__init__(layers=[PagedLayer(state, i) for i in range(len(state.pool.geometry))])
+        # Bound to the tables only: a finalizer that held the cache would keep it alive.
+        self._finalizer = weakref.finalize(self, state.pool.manager.abandon, state.tables)
+
+    @property
+    def pool(self) -> PagePool:
+        """The pool whose blocks this cache uses."""
+        return self._state.pool
+
+    @property
+    def lengths(self) -> list[int]:
+        """Real tokens of every row, pads not counted."""
+        lengths: list[int] = self._state.tables.lengths.tolist()
+        return lengths
+
+    @property
+    def block_tables(self) -> list[list[int]]:
+        """The block ids of every row, in the order of its tokens."""
+        return self._state.tables.block_ids()
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """See `PagedLayer.update`."""
+        if layer_idx >= len(self.layers):
+            raise IndexError(
+                f"the model uses layer {layer_idx}, but the pool was made for {len(self.layers)} layers: make the pool with "
+                "PagePool.for_model(this_model)"
+            )
+        return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+
+    # ---------------------------------------------------------------------------------------------------------- rows
+
+    def fork(self, repeats: int = 1) -> PagedCache:
+        """A cache of its own whose rows, each `repeats` times in a row, share all blocks of this one. Copies nothing."""
+        if repeats < 1:
+            raise ValueError(f"repeats={repeats} must be at least 1")
+        twin = type(self).__new__(type(self))
+        twin._attach(self._state.fork(repeats))
+        for mine, theirs in zip(self.layers, twin.layers):
+            theirs.width = mine.width
+        return twin
+
+    def select(self, rows: Any) -> None:
+        """Row `i` becomes what row `rows[i]` was. Rows may repeat, which forks them, or be left out, which frees them.
+        Moves table entries, never keys or values; the identity does nothing."""
+        if isinstance(rows, Tensor):
+            rows = rows.detach().cpu().numpy()
+        rows = np.asarray(rows)
+        if rows.dtype == bool:
+            rows = np.flatnonzero(rows)
+        self._state.select(rows.reshape(-1))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Reorder the rows for beam search."""
+        self.select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times in a row."""
+        self.select(np.repeat(np.arange(self._state.tables.num_rows), repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the given rows, in the given order."""
+        self.select(indices)
+
+    # --------------------------------------------------------------------------------------------------------- tokens
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` positions of every row; 0 removes nothing, more than there are all."""
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop({tokens_to_remove}) is not supported: pass a negative number, -n removes the last n positions"
+            )
+        self._state.crop(self._state.width + int(tokens_to_remove))
+        for layer in self.layers:
+            layer.width = min(layer.width, self._state.width)
+
+    def reset(self) -> None:
+        """Give all blocks back and start over with any batch size, also after a failed forward pass."""
+        self._state.reset()
+        for layer in self.layers:
+            layer.width = 0
+
+    def release(self) -> None:
+        """Give all blocks back for good. Safe to call twice."""
+        self._state.release()
+        for layer in self.layers:
+            layer.width = 0
+
+    def __enter__(self) -> PagedCache:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
+
+    # -------------------------------------------------------------------------------------------------------- objects
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
+        return self.fork()
+
+    def __copy__(self) -> PagedCache:
+        return self.fork()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a PagedCache cannot be pickled: its keys and values live in a pool of this process. Save "
+            "[(layer.keys.dense(), layer.values.dense()) for layer in cache.layers] instead"
+        )
+
+    def __iter__(self) -> Iterator[tuple[LazyKV | None, LazyKV | None]]:
+        """Keys and values layer by layer, like a DynamicCache."""
+        for layer in self.layers:
+            yield layer.keys, layer.values
+
+    def __repr__(self) -> str:
+        state = self._state
+        if state.released:
+            return "PagedCache(released)"
+        return (
+            f"PagedCache({state.tables.num_rows} rows, width {state.width}, {len(self.layers)} layers, {state.pool!r})"
+        )

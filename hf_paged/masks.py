@@ -1,0 +1,59 @@
+"""The "paged" mask function: it recognises what the kernels do natively, and keeps the exact mask for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from transformers import masking_utils
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from .lazy import LazyMask
+from .state import Width
+
+_AND = masking_utils.and_masks(causal_mask_function).__code__
+_SLIDING = masking_utils.sliding_window_overlay(1).__code__
+
+
+def paged_mask(batch_size: int, *, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+    """The mask function registered for `attn_implementation="paged"`; arguments as in `masking_utils.sdpa_mask`.
+
+    Where the key length comes from a PagedCache, that cache learns which positions are pads, and the mask stays lazy.
+    Otherwise this is sdpa's mask.
+    """
+    if not isinstance(kv_length, Width):
+        return sdpa_mask(batch_size, kv_length=kv_length, attention_mask=attention_mask, **kwargs)
+    state = kv_length.state
+    q_length = kwargs["q_length"]
+    state.announce_mask(attention_mask, q_length)
+
+    def make() -> Tensor:
+        exact = {**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        mask = sdpa_mask(batch_size, kv_length=int(kv_length), attention_mask=attention_mask, **exact)
+        assert mask is not None
+        return mask
+
+    window = window_of(kwargs.get("mask_function", causal_mask_function))
+    shape = (batch_size, 1, q_length, int(kv_length))
+    return LazyMask(state, shape, kwargs.get("device", "cpu"), window, make)
+
+
+def window_of(mask_function: Callable[..., Any]) -> int | None:
+    """0 for the plain causal pattern, the window for causal and sliding, None for every other one.
+
+    transformers composes patterns from closures; two of them are the same pattern when they share their code object.
+    """
+    if mask_function is causal_mask_function:
+        return 0
+    if getattr(mask_function, "__code__", None) is not _AND:
+        return None
+    overlay, *rest = _free_variables(mask_function)["mask_functions"]
+    if rest == [causal_mask_function] and getattr(overlay, "__code__", None) is _SLIDING:
+        window = _free_variables(overlay)["sliding_window"]
+        return window if isinstance(window, int) and window > 0 else None
+    return None
+
+
+def _free_variables(function: Any) -> dict[str, Any]:
+    return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in function.__closure__)))

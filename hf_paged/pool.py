@@ -1,0 +1,295 @@
+"""PagePool: the memory that all caches of a model draw on. Budget, storage of every layer, statistics."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import kernels
+from .blocks import BlockManager, Int32
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_BLOCK_SIZE = 16
+PAGED_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+
+
+class LayerGeometry(NamedTuple):
+    """The shape of one layer's keys, `[.., kv_heads, .., key_dim]`, and values."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+class LayerStorage(NamedTuple):
+    """Keys and values of one layer, on that layer's device. A slot that no row uses may hold anything, also NaN."""
+
+    keys: Tensor  # [num_blocks, block_size, H_kv, D_k]
+    values: Tensor  # [num_blocks, block_size, H_kv, D_v]
+
+
+class PoolStats(NamedTuple):
+    """Blocks at one moment. `free + used + cached == num_blocks`."""
+
+    num_blocks: int
+    block_size: int  # tokens
+    free: int
+    used: int  # held by live rows
+    cached: int  # held by the prefix index only
+    shared: int  # held by more than one live row
+    peak_used: int  # the largest `used` since the pool was made
+    bytes_per_block: int  # keys and values, all layers
+    cow_copies: int  # blocks copied on write so far
+    prefix_hit_tokens: int  # tokens adopted from the prefix index so far
+
+
+class PagePool:
+    """A fixed number of blocks for the keys and values of one model, shared by any number of caches.
+
+    Storage is allocated layer by layer, on the device of the first keys that arrive, and never grows.
+    Use `PagePool.for_model`; this constructor is for models whose config does not tell the geometry.
+
+    Args:
+        geometry: one `LayerGeometry` per layer.
+        num_blocks, block_size: the size of the pool, `num_blocks * block_size` tokens.
+        dtype: of keys and values.
+        kernel: "auto" or a name in `hf_paged.kernels.KERNELS`.
+        prefix_caching: keep the blocks of released caches for later prompts that start alike. Sharing inside one
+            batch does not need it.
+    """
+
+    def __init__(
+        self,
+        geometry: Sequence[LayerGeometry],
+        *,
+        num_blocks: int,
+        block_size: int = DEFAULT_BLOCK_SIZE,
+        dtype: torch.dtype = torch.float32,
+        kernel: str | None = None,
+        prefix_caching: bool = True,
+    ):
+        if not geometry:
+            raise ValueError("geometry is empty: a pool needs at least one layer")
+        self.manager = BlockManager(num_blocks, block_size)
+        self.geometry = [LayerGeometry(*layer) for layer in geometry]
+        self.dtype = dtype
+        self.kernel = kernels.choose(kernel)
+        self.prefix_caching = prefix_caching
+        self._storage: list[LayerStorage | None] = [None] * len(self.geometry)
+        self._storage_lock = threading.Lock()
+
+    @classmethod
+    def for_model(
+        cls,
+        model: Any,
+        *,
+        memory: int | str | None = None,
+        num_blocks: int | None = None,
+        block_size: int | None = None,
+        kernel: str | None = None,
+        prefix_caching: bool = True,
+        dtype: torch.dtype | None = None,
+    ) -> PagePool:
+        """A pool that fits `model`.
+
+        Args:
+            model: a transformers model, or anything with `.config`, `.dtype` and `.device`.
+            memory: the budget for keys and values, in bytes or as text ("4GiB", "500 MB"). Default: a quarter of the
+                machine's memory, or half of what is free on the GPU.
+            num_blocks: the size in blocks instead.
+            block_size: tokens per block, 16 by default.
+            dtype: of keys and values; the model's by default. Set it when the model runs under autocast.
+
+        Raises `ValueError` when the budget holds no block, when both `memory` and `num_blocks` are given, or when the
+        model has layers that keep no keys and values, which are named.
+        """
+        if memory is not None and num_blocks is not None:
+            raise ValueError(f"memory={memory!r} and num_blocks={num_blocks} both set the size: give one of them")
+        geometry = geometry_of(model.config)
+        dtype = dtype or model.dtype
+        block_size = DEFAULT_BLOCK_SIZE if block_size is None else block_size
+        if num_blocks is None:
+            budget = default_budget(model.device) if memory is None else parse_bytes(memory)
+            per_block = bytes_per_token(geometry, dtype) * block_size
+            num_blocks = budget // per_block
+            if num_blocks < 1:
+                raise ValueError(
+                    f"memory={memory!r} holds no block: one block of {block_size} tokens takes {per_block} bytes in this model"
+                )
+        pool = cls(
+            geometry,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype=dtype,
+            kernel=kernel,
+            prefix_caching=prefix_caching,
+        )
+        logger.info("%r for %s", pool, type(model).__name__)
+        return pool
+
+    @property
+    def num_blocks(self) -> int:
+        return self.manager.num_blocks
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self.manager.block_size
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of keys and values that one block takes in all layers together."""
+        return bytes_per_token(self.geometry, self.dtype) * self.block_size
+
+    # ----------------------------------------------------------------------------------------------------- the data
+
+    def storage(self, layer: int) -> LayerStorage:
+        """The tensors of a layer that was written to before."""
+        storage = self._storage[layer]
+        if storage is None:
+            raise RuntimeError(f"layer {layer} holds nothing yet")
+        return storage
+
+    def storage_for(self, layer: int, key: Tensor, value: Tensor) -> LayerStorage:
+        """The tensors of `layer` for new keys [B, H_kv, n, D_k] and values [B, H_kv, n, D_v], allocated at first use.
+        Raises `ValueError` when shape, dtype or device are not those of the pool."""
+        storage = self._storage[layer]
+        arrived = LayerGeometry(key.shape[1], key.shape[3], value.shape[3])
+        if arrived != self.geometry[layer]:
+            raise ValueError(
+                f"layer {layer} delivers {arrived}, but the pool was made for {self.geometry[layer]}: make the pool with "
+                "PagePool.for_model(this_model), or with PagePool([LayerGeometry(...), ...]) if its config does not tell"
+            )
+        if key.dtype != self.dtype or value.dtype != self.dtype:
+            raise ValueError(
+                f"layer {layer} delivers {key.dtype} keys and {value.dtype} values, but the pool stores {self.dtype}: make the "
+                f"pool with dtype={key.dtype}"
+            )
+        if storage is None:
+            with self._storage_lock:
+                storage = self._storage[layer] or self._allocate(layer, key.device)
+                self._storage[layer] = storage
+        if key.device != storage.keys.device:
+            raise ValueError(
+                f"layer {layer} delivers keys on {key.device}, but its blocks are on {storage.keys.device}: make a new pool "
+                "after the model has moved"
+            )
+        return storage
+
+    def _allocate(self, layer: int, device: torch.device) -> LayerStorage:
+        heads, key_dim, value_dim = self.geometry[layer]
+        shape = (self.num_blocks, self.block_size, heads)
+        with torch.inference_mode(False):  # a tensor made under inference mode could not be written to outside
+            return LayerStorage(
+                torch.empty(*shape, key_dim, dtype=self.dtype, device=device),
+                torch.empty(*shape, value_dim, dtype=self.dtype, device=device),
+            )
+
+    def copy_blocks(self, copy_from: Int32, copy_to: Int32) -> None:
+        """Copy whole frames in every layer."""
+        if not len(copy_from):
+            return
+        source, target = torch.from_numpy(copy_from).long(), torch.from_numpy(copy_to).long()
+        for storage in self._storage:
+            if storage is not None:
+                for tensor in storage:
+                    device = tensor.device
+                    tensor.index_copy_(0, target.to(device), tensor.index_select(0, source.to(device)))
+
+    # ------------------------------------------------------------------------------------------------------ reports
+
+    def stats(self) -> PoolStats:
+        """Where the blocks are now."""
+        manager = self.manager
+        with manager.lock:
+            manager.collect()
+            return PoolStats(
+                num_blocks=manager.num_blocks,
+                block_size=manager.block_size,
+                free=manager.num_free,
+                used=manager.num_used,
+                cached=0,
+                shared=manager.num_shared,
+                peak_used=manager.peak_used,
+                bytes_per_block=self.bytes_per_block,
+                cow_copies=manager.cow_copies,
+                prefix_hit_tokens=0,
+            )
+
+    def check_integrity(self) -> None:
+        """Recompute all counts from the live caches. Raises `hf_paged.IntegrityError` where they do not agree."""
+        self.manager.check_integrity()
+
+    def clear_prefix_cache(self) -> int:
+        """Give back all blocks that only the prefix index holds. Returns their number."""
+        return 0
+
+    def __repr__(self) -> str:
+        size = self.num_blocks * self.bytes_per_block / 2**20
+        dtype = str(self.dtype).removeprefix("torch.")
+        return (
+            f"PagePool({self.num_blocks} blocks of {self.block_size} tokens, {len(self.geometry)} layers, {dtype}, "
+            f"{size:.1f} MiB, kernel={self.kernel})"
+        )
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a PagePool cannot be pickled or copied: it owns memory. Make one per process with for_model")
+
+
+def geometry_of(config: Any) -> list[LayerGeometry]:
+    """Geometry of every layer, read from a transformers config (the text part of a composite one)."""
+    config = config.get_text_config(decoder=True)
+    layers = config.num_hidden_layers
+    types = getattr(config, "layer_types", None) or ["full_attention"] * layers
+    unknown = sorted(set(types) - set(PAGED_LAYER_TYPES))
+    if unknown:
+        raise ValueError(
+            f"{type(config).__name__} has layers of type {', '.join(unknown)}, which keep other state than keys and values; "
+            f"hf_paged pages {', '.join(PAGED_LAYER_TYPES)}"
+        )
+    heads = getattr(config, "num_attention_heads", None)
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if not heads or not kv_heads:
+        raise ValueError(
+            f"{type(config).__name__} names no attention heads, so there is nothing to page; if the model has keys and "
+            "values all the same, make the pool with PagePool([LayerGeometry(...), ...], num_blocks=...)"
+        )
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return [LayerGeometry(kv_heads, head_dim, head_dim)] * layers
+
+
+def bytes_per_token(geometry: Iterable[LayerGeometry], dtype: torch.dtype) -> int:
+    """Bytes that the keys and values of one token take in all layers."""
+    return sum(heads * (key_dim + value_dim) for heads, key_dim, value_dim in geometry) * dtype.itemsize
+
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_bytes(memory: int | str) -> int:
+    """Bytes from a number, or from text like "4GiB", "1.5 GB", "512MiB"."""
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([kmgt]?i?)b?\s*", str(memory).lower())
+    try:
+        if match is None:
+            raise ValueError
+        return int(float(match[1]) * _UNITS[match[2]])
+    except (ValueError, KeyError):
+        raise ValueError(f"memory={memory!r} is not a size: give bytes, or text like '4GiB' or '500MB'") from None
+
+
+def default_budget(device: torch.device) -> int:
+    """Half of the free memory of a GPU, a quarter of the memory of the machine otherwise, in bytes."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0]) // 2
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    except (AttributeError, ValueError, OSError):  # not a POSIX system
+        return 4 * 2**30

@@ -1,0 +1,193 @@
+"""What the layers of one cache share: its rows, its padded width, and the plan of the forward pass under way."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+from torch import Tensor
+
+from .blocks import BlockTables, PoolExhausted
+from .plan import Bool, StepPlan
+from .pool import PagePool
+
+
+class Width(int):
+    """The key length that `get_mask_sizes` reports. It remembers whose it is, so that the mask function, which
+    transformers hands this number but no cache, can tell that cache which of the positions are pads."""
+
+    state: CacheState
+
+    def __new__(cls, value: int, state: CacheState) -> Width:
+        self = super().__new__(cls, value)
+        self.state = state
+        return self
+
+
+class _Announcement(NamedTuple):
+    mask: Tensor | None  # [B, width + q_length]
+    q_length: int
+
+
+class CacheState:
+    """Rows, width and pads of one cache. Layers hold this object, not the cache, so a cache that nobody holds any more
+    dies at once and its finalizer gives the blocks back.
+
+    `width` counts padded positions, the same for all rows; a row's length counts its real tokens. `real` is bool
+    [B, width], or None as long as there was no pad. `version` changes whenever stored tokens move or go away.
+    """
+
+    def __init__(self, pool: PagePool):
+        self.pool = pool
+        self.tables = BlockTables(pool.manager)
+        self.width = 0
+        self.real: Bool | None = None
+        self.plan: StepPlan | None = None
+        self.version = 0
+        self.released = False
+        self._announced: _Announcement | None = None
+
+    # ------------------------------------------------------------------------------------------------ a forward pass
+
+    def announce_mask(self, attention_mask: Tensor | None, q_length: int) -> None:
+        """Take notice of the 2-D mask [B, width + q_length] of the forward pass that is about to begin; None: no pads."""
+        total = self.width + q_length
+        if attention_mask is not None and attention_mask.shape[1] < total:
+            raise ValueError(
+                f"attention_mask has {attention_mask.shape[1]} columns, but {self.width} positions are cached and {q_length} "
+                f"are new: pass the mask of the whole sequence, [batch, {total}]"
+            )
+        self._announced = _Announcement(None if attention_mask is None else attention_mask[:, :total], q_length)
+
+    def begin(self, batch: int, q_length: int) -> StepPlan:
+        """Take blocks for `q_length` new padded positions of each row and plan the pass. Raises `PoolExhausted`, and
+        `ValueError` where batch or mask contradict what is cached; the state is as before then."""
+        if self.released:
+            raise RuntimeError("this PagedCache was released, its keys and values are gone: make a new one")
+        rows = self.tables.num_rows
+        if self.width == 0 and rows != batch:
+            self._drop_rows()
+        elif rows != batch:
+            raise ValueError(
+                f"the cache holds {rows} rows, but the model was called with {batch}: use cache.batch_repeat_interleave(n), "
+                "cache.batch_select_indices(rows) or cache.reset() first"
+            )
+        announced, self._announced = self._announced, None
+        new, native = None, True
+        if announced is not None and announced.q_length == q_length:
+            new, native = self._read_mask(announced.mask, batch, q_length)
+        counts = np.full(batch, q_length) if new is None else new.sum(1)
+        fresh = self.tables.num_rows == 0
+        if fresh:
+            self.tables.add_rows(batch)
+        try:
+            append = self.tables.append(counts)
+        except PoolExhausted:
+            if fresh:
+                self._drop_rows()
+            raise
+        self.pool.copy_blocks(append.copy_from, append.copy_to)
+        if new is not None or self.real is not None:
+            past = np.ones((batch, self.width), bool) if self.real is None else self.real
+            now = np.ones((batch, q_length), bool) if new is None else new
+            self.real = np.concatenate([past, now], 1)
+        self.plan = StepPlan(self.tables, append.slots, self.width, q_length, new, self.real, native)
+        self.width += q_length
+        self.version += 1
+        return self.plan
+
+    def _read_mask(self, mask: Tensor | None, batch: int, q_length: int) -> tuple[Bool | None, bool]:
+        """Which of the new positions are real, bool [B, q_length] (None: all), and whether plain causality over the
+        stored tokens is what the mask asks for."""
+        if mask is None:
+            if self.real is not None:
+                self._refuse_pads(np.ones_like(self.real))
+            return None, True
+        wanted: Bool = mask.detach().bool().expand(batch, -1).cpu().numpy()
+        past, new = wanted[:, : self.width], wanted[:, self.width :]
+        stored = np.ones_like(past) if self.real is None else self.real
+        self._refuse_pads(past)
+        # A token that is stored but masked out now, and a row that ends in a pad yet is read there (right padding):
+        # only the dense mask gives what the caller means.
+        ends_in_pad = ~new[:, -1] & wanted.any(1)
+        native = bool((past == stored).all()) and not ends_in_pad.any()
+        return (None if new.all() else new), native
+
+    def _refuse_pads(self, past: Bool) -> None:
+        """Raise where `past` calls a position real whose key and value were never stored."""
+        if self.real is None:
+            return
+        lost = past & ~self.real
+        if lost.any():
+            row, position = (int(i) for i in np.argwhere(lost)[0])
+            raise ValueError(
+                f"attention_mask says that position {position} of row {row} holds a token, but it was a pad when it was "
+                "cached, and pads are not stored: pass the attention_mask of the whole sequence, pads as zeros, at every call"
+            )
+
+    def view(self) -> StepPlan:
+        """A plan to read what is stored, with no new token in it."""
+        if self.plan is None:
+            self.plan = StepPlan(self.tables, np.empty(0, np.int64), self.width, 0, None, self.real, True)
+        return self.plan
+
+    # ---------------------------------------------------------------------------------------------------------- rows
+
+    def select(self, rows: ArrayLike) -> None:
+        """Row `i` becomes what row `rows[i]` was. Costs table entries only; the identity costs nothing."""
+        rows = np.asarray(rows, np.int64)
+        if self.tables.select(rows):
+            self.real = None if self.real is None else self.real[rows]
+            self._moved()
+
+    def crop(self, width: int) -> None:
+        """Keep the first `width` padded positions of every row."""
+        if width >= self.width:
+            return
+        if width <= 0:
+            self._drop_rows()
+            return
+        if self.real is None:
+            self.tables.crop(np.full(self.tables.num_rows, width))
+        else:
+            self.real = self.real[:, :width]
+            self.tables.crop(self.real.sum(1))
+        self.width = width
+        self._moved()
+
+    def fork(self, repeats: int) -> CacheState:
+        """A state of its own whose rows, each `repeats` times, share all frames of this one."""
+        if self.released:
+            raise RuntimeError("this PagedCache was released: there is nothing left to fork")
+        twin = CacheState(self.pool)
+        twin.tables = self.tables.fork(repeats)
+        twin.width = self.width
+        twin.real = None if self.real is None else np.repeat(self.real, repeats, axis=0)
+        return twin
+
+    def reset(self) -> None:
+        """Give all blocks back and start over, as new."""
+        self._announced = None
+        self._drop_rows()
+
+    def release(self) -> None:
+        """Give all blocks back for good."""
+        self.reset()
+        self.released = True
+
+    def row_keys(self) -> list[bytes]:
+        """Per row, a value equal for two rows exactly when they hold the same frames and pads."""
+        ids = self.tables.block_ids()
+        pads = [b""] * len(ids) if self.real is None else [row.tobytes() for row in self.real]
+        return [repr((row, int(length))).encode() + pad for row, length, pad in zip(ids, self.tables.lengths, pads)]
+
+    def _drop_rows(self) -> None:
+        self.tables.free()
+        self.width = 0
+        self.real = None
+        self._moved()
+
+    def _moved(self) -> None:
+        self.plan = None
+        self.version += 1

@@ -1,0 +1,44 @@
+"""Fixtures: one small model of each kind per session."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+torch.set_num_threads(1)  # the models are tiny: a second thread only spins
+
+_models: dict[str, Any] = {}
+
+
+@pytest.fixture
+def model_of() -> Callable[[str], Any]:
+    """The tiny model of a kind, under "paged"."""
+
+    def get(kind: str) -> Any:
+        if kind not in _models:
+            _models[kind] = tiny.build(kind)
+        _models[kind].set_attn_implementation("paged")
+        return _models[kind].eval()
+
+    return get
+
+
+@pytest.fixture
+def llama(model_of: Callable[[str], Any]) -> Any:
+    return model_of("llama")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> tuple[Any, Any]:
+    """SmolLM2-135M-Instruct in float32, and its tokenizer."""
+    from smollm2 import load
+
+    model, tokenizer = load(dtype=torch.float32, attn_implementation="paged")
+    return model, tokenizer

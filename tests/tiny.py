@@ -1,0 +1,107 @@
+"""Tiny random models, and pools whose unused slots hold NaN."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    Qwen2Config,
+)
+
+from hf_paged import PagedCache, PagePool
+
+VOCAB, PAD = 160, 0
+# The argument that takes a cache: renamed from `past_key_values` in newer releases.
+CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
+COMMON: dict[str, Any] = dict(
+    vocab_size=VOCAB, pad_token_id=PAD, bos_token_id=1, eos_token_id=None, tie_word_embeddings=False
+)
+SIZE: dict[str, Any] = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4)
+GQA: dict[str, Any] = dict(num_key_value_heads=2, head_dim=16)
+SLIDING_FULL = ["sliding_attention", "full_attention", "sliding_attention"]
+FULL_SLIDING = ["full_attention", "sliding_attention", "full_attention"]
+
+CONFIGS: dict[str, Any] = {
+    "llama": lambda: LlamaConfig(**SIZE, **GQA, **COMMON),
+    "qwen2": lambda: Qwen2Config(**SIZE, num_key_value_heads=2, **COMMON),
+    "gpt2": lambda: GPT2Config(n_embd=64, n_layer=3, n_head=4, n_positions=2048, **COMMON),
+    "gpt_neox": lambda: GPTNeoXConfig(**SIZE, **COMMON),
+    "mistral": lambda: MistralConfig(**SIZE, **GQA, sliding_window=8, **COMMON),
+    "gemma2": lambda: Gemma2Config(**SIZE, **GQA, sliding_window=8, layer_types=SLIDING_FULL, **COMMON),
+    "gemma3": lambda: Gemma3TextConfig(**SIZE, **GQA, sliding_window=8, layer_types=FULL_SLIDING, **COMMON),
+}
+
+
+def build(kind: str, attn: str = "paged", seed: int = 2, dtype: torch.dtype = torch.float32) -> Any:
+    """A model of three layers whose random weights are large enough that tokens depend on the context."""
+    model = AutoModelForCausalLM.from_config(CONFIGS[kind]()).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() >= 2:
+                parameter.copy_(noise * 1.5 / parameter.shape[-1] ** 0.5)
+            elif name.endswith("bias"):
+                parameter.copy_(noise * 0.1)
+    model.generation_config.eos_token_id = None
+    model.set_attn_implementation(attn)
+    return model.to(dtype)
+
+
+def poison(pool: PagePool) -> PagePool:
+    """Allocate all storage and fill every slot with NaN."""
+    for layer, (heads, key_dim, value_dim) in enumerate(pool.geometry):
+        keys = torch.empty(1, heads, 0, key_dim, dtype=pool.dtype)
+        values = torch.empty(1, heads, 0, value_dim, dtype=pool.dtype)
+        for tensor in pool.storage_for(layer, keys, values):
+            tensor.fill_(float("nan"))
+    return pool
+
+
+def make_pool(model: Any, num_blocks: int = 400, block_size: int = 4, **kwargs: Any) -> PagePool:
+    return poison(PagePool.for_model(model, num_blocks=num_blocks, block_size=block_size, **kwargs))
+
+
+def prompts(lengths: list[int], seed: int = 0, width: int | None = None) -> dict[str, torch.Tensor]:
+    """Random left-padded prompts of these lengths: input_ids and attention_mask [B, width]."""
+    generator = torch.Generator().manual_seed(seed)
+    width = width or max(lengths)
+    ids = torch.full((len(lengths), width), PAD)
+    mask = torch.zeros_like(ids)
+    for row, length in enumerate(lengths):
+        if length:
+            ids[row, -length:] = torch.randint(3, VOCAB, (length,), generator=generator)
+            mask[row, -length:] = 1
+    return dict(input_ids=ids, attention_mask=mask)
+
+
+def default(model: Any, inputs: dict[str, torch.Tensor], attn: str = "sdpa", seed: int = 0, **kwargs: Any) -> Any:
+    """`generate` with the default cache; the model's attention implementation is put back afterwards."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(attn)
+    try:
+        torch.manual_seed(seed)
+        return model.generate(**inputs, **kwargs)
+    finally:
+        model.set_attn_implementation(before)
+
+
+def paged(model: Any, inputs: dict[str, torch.Tensor], pool: PagePool, seed: int = 0, **kwargs: Any) -> Any:
+    """`generate` with a fresh PagedCache, released afterwards; blocks and bookkeeping are checked."""
+    free = pool.stats().free
+    with PagedCache(pool) as cache:
+        torch.manual_seed(seed)
+        out = model.generate(**inputs, **{CACHE: cache}, **kwargs)
+        pool.check_integrity()
+    assert pool.stats().free == free, "blocks were lost"
+    return out
