@@ -38,6 +38,7 @@ def paged_attention(
     if window is None or dropout or kwargs.get("position_bias") is not None or kwargs.get("output_attentions"):
         return _dense(module, query, key.dense(), value.dense(), attention_mask, dropout, scaling, causal, kwargs)
 
+    key.plan.attended += 1
     plan = key.plan.on(query.device)
     batch, num_heads, q_length, dim = query.shape
     queries = query.transpose(1, 2).reshape(batch * q_length, num_heads, dim)  # [B * q_length, H_q, D_k]
@@ -67,13 +68,13 @@ def _native_window(
     plan = key.plan
     if not (plan.native and key.current and query.dtype == key.dtype):
         return None
-    if query.shape[0] != plan.rows or query.shape[2] != plan.q_length:
+    if query.shape[0] != plan.batch or query.shape[2] != plan.q_length:
         return None
     if mask is None:  # no padding; the model has left causality to the attention function
         return sliding_window or 0 if causal else None
     if not isinstance(mask, LazyMask) or mask.state is not key.state:
         return None
-    return mask.window if mask.shape[2:] == (plan.q_length, plan.width) else None
+    return mask.window if mask.shape[2:] == (plan.q_length, plan.shape[1]) else None
 
 
 def _dense(

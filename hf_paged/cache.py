@@ -67,13 +67,14 @@ class PagedLayer(CacheLayerMixin):
         plan = state.plan
         if self.width == state.width:  # the first layer of a forward pass
             plan = state.begin(batch, q_length)
-        if plan is None or (self.width, batch, q_length) != (plan.start, plan.rows, plan.q_length):
+        if plan is None or (self.width, batch, q_length) != (plan.start, plan.batch, plan.q_length):
             raise RuntimeError(
                 f"layer {self.index} holds {self.width} positions and got {q_length} for {batch} rows, out of step with "
                 f"the other layers ({state.width} positions, {state.tables.num_rows} rows). After a forward pass that "
                 "failed half way, start over with cache.reset()"
             )
         self.width = plan.width
+        plan.updates += 1
         on_device = plan.on(key_states.device)
         kernels.write(*storage, key_states, value_states, on_device.slots, on_device.source)
         return self._handles(plan)
@@ -198,7 +199,11 @@ class PagedCache(Cache):
             raise ValueError(
                 f"crop({tokens_to_remove}) is not supported: pass a negative number, -n removes the last n positions"
             )
-        self._state.crop(self._state.width + int(tokens_to_remove))
+        self.rewind(self._state.width + int(tokens_to_remove))
+
+    def rewind(self, width: int) -> None:
+        """Keep the first `width` padded positions, at most what there are, also after a forward pass that failed half way."""
+        self._state.crop(width)
         for layer in self.layers:
             layer.width = min(layer.width, self._state.width)
 

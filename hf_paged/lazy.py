@@ -78,10 +78,10 @@ class LazyKV(LazyTensor):
     @staticmethod
     def __new__(cls, state: CacheState, plan: StepPlan, layer: int, blocks: Tensor) -> LazyKV:
         _, _, heads, dim = blocks.shape
-        width = plan.width
+        batch, width = plan.shape
         self: LazyKV = torch.Tensor._make_wrapper_subclass(
             cls,
-            (plan.rows, heads, width, dim),
+            (batch, heads, width, dim),
             strides=(width * heads * dim, dim, heads * dim, 1),  # those of `make`
             dtype=blocks.dtype,
             device=blocks.device,

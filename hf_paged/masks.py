@@ -10,6 +10,7 @@ from transformers import masking_utils
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from .lazy import LazyMask
+from .plan import PackedRead
 from .state import Width
 
 _AND = masking_utils.and_masks(causal_mask_function).__code__
@@ -29,6 +30,8 @@ def paged_mask(batch_size: int, *, kv_length: int, attention_mask: Tensor | None
     state.announce_mask(attention_mask, q_length)
 
     def make() -> Tensor:
+        if state.packing:
+            raise PackedRead("the mask was read outside the kernels in a packed forward pass")
         exact = {**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         mask = sdpa_mask(batch_size, kv_length=int(kv_length), attention_mask=attention_mask, **exact)
         assert mask is not None

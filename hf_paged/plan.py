@@ -23,11 +23,20 @@ class DevicePlan(NamedTuple):
     cu_seqlens_q: Tensor  # [B + 1] int32
 
 
+class PackedRead(RuntimeError):
+    """Something other than the kernels wanted keys, values or mask of rows that went through the model packed."""
+
+
 class StepPlan:
     """Where the new tokens of one forward pass go, and what each of its queries may see.
 
-    `start` and `width` are the padded width before and after the pass, `q_length = width - start`.
-    `native` is False where only the exact dense mask gives what the caller expects.
+    Attributes:
+        rows: rows of the cache.
+        start, width: the padded width before and after the pass.
+        batch, q_length: the shape of the pass: `rows` and `width - start`; 1 and all new tokens of all rows when packed.
+        packed: the rows stand one after the other in a batch of 1, without pads.
+        native: whether plain causality over the stored tokens is what the caller expects; else the exact dense mask.
+        updates, attended: how many layers have written, and how many of them a kernel has read.
     """
 
     def __init__(
@@ -36,18 +45,21 @@ class StepPlan:
         slots: Int64,
         start: int,
         q_length: int,
-        new: Bool | None,
-        real: Bool | None,
-        native: bool,
+        new: Bool | None = None,
+        real: Bool | None = None,
+        native: bool = True,
+        packed: bool = False,
     ):
-        """`new` is bool [B, q_length], `real` bool [B, width]: which positions hold tokens, None where all do."""
+        """`q_length` is the number of new padded positions per row, `new` bool [rows, q_length] and `real` bool
+        [rows, width] say which positions hold tokens; None where all do."""
         self.rows = rows = tables.num_rows
         counts = np.full(rows, q_length) if new is None else new.sum(1)
-        self.start, self.q_length, self.width, self.native = start, q_length, start + q_length, native
-        self.tokens = int(counts.sum())
+        self.start, self.width, self.native, self.packed = start, start + q_length, native, packed
+        self.batch, self.q_length = (1, int(counts.sum())) if packed else (rows, q_length)
+        self.updates = self.attended = 0
         self._slots = slots
-        self._source = None if new is None else np.flatnonzero(new)
-        # The tables live on and change with the next step, the plan does not: a column more or less costs nothing here.
+        self._source = None if new is None or packed else np.flatnonzero(new)
+        # The tables live on and change with the next step, the plan does not.
         self._table = tables.table[:, : int(tables.manager.blocks_for(tables.lengths).max(initial=0))].copy()
         self._lengths = tables.lengths.astype(np.int32)
         self._cu_seqlens_q = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
@@ -55,6 +67,11 @@ class StepPlan:
         self._block_size = tables.manager.block_size
         self._on_device: dict[torch.device, DevicePlan] = {}
         self._dense_index: dict[torch.device, tuple[Tensor, Tensor | None]] = {}
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(batch, width) of the keys as the model sees them in this pass."""
+        return self.batch, self.start + self.q_length
 
     def on(self, device: torch.device) -> DevicePlan:
         """The plan as tensors on `device`, sent there once."""
@@ -71,6 +88,8 @@ class StepPlan:
     def dense_index(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
         """For the dense view: the slot of every padded position, int64 [B * width], and which of the positions are
         pads, bool [B, width] (None: there are none). The slot of a pad is 0 and means nothing."""
+        if self.packed:
+            raise PackedRead("keys and values were read outside the kernels in a packed forward pass")
         if device not in self._dense_index:
             rows, width = self.rows, self.width
             if self._real is None:

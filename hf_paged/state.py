@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from .blocks import BlockTables, PoolExhausted
+from .blocks import Append, BlockTables, Int64, PoolExhausted
 from .plan import Bool, StepPlan
 from .pool import PagePool
 
@@ -26,7 +26,9 @@ class Width(int):
 
 
 class _Announcement(NamedTuple):
-    mask: Tensor | None  # [B, width + q_length]
+    """What is known of the next forward pass before its first layer writes."""
+
+    mask: Tensor | None  # [B, width + q_length], None: no pads
     q_length: int
 
 
@@ -46,6 +48,7 @@ class CacheState:
         self.plan: StepPlan | None = None
         self.version = 0
         self.released = False
+        self.packing: Bool | None = None  # set while a forward pass runs packed: its new positions, [B, q_length]
         self._announced: _Announcement | None = None
 
     # ------------------------------------------------------------------------------------------------ a forward pass
@@ -61,41 +64,47 @@ class CacheState:
         self._announced = _Announcement(None if attention_mask is None else attention_mask[:, :total], q_length)
 
     def begin(self, batch: int, q_length: int) -> StepPlan:
-        """Take blocks for `q_length` new padded positions of each row and plan the pass. Raises `PoolExhausted`, and
+        """Take blocks for the new tokens of a pass of this shape, and plan it. Raises `PoolExhausted`, and
         `ValueError` where batch or mask contradict what is cached; the state is as before then."""
         if self.released:
             raise RuntimeError("this PagedCache was released, its keys and values are gone: make a new one")
-        rows = self.tables.num_rows
-        if self.width == 0 and rows != batch:
+        rows = batch if self.packing is None else len(self.packing)
+        if self.width == 0 and self.tables.num_rows != rows:
             self._drop_rows()
-        elif rows != batch:
+        elif self.tables.num_rows != rows:
             raise ValueError(
-                f"the cache holds {rows} rows, but the model was called with {batch}: use cache.batch_repeat_interleave(n), "
-                "cache.batch_select_indices(rows) or cache.reset() first"
+                f"the cache holds {self.tables.num_rows} rows, but the model was called with {rows}: use "
+                "cache.batch_repeat_interleave(n), cache.batch_select_indices(rows) or cache.reset() first"
             )
         announced, self._announced = self._announced, None
-        new, native = None, True
-        if announced is not None and announced.q_length == q_length:
-            new, native = self._read_mask(announced.mask, batch, q_length)
-        counts = np.full(batch, q_length) if new is None else new.sum(1)
+        new, native = self.packing, True
+        if new is not None:
+            q_length = new.shape[1]
+        elif announced is not None and announced.q_length == q_length:
+            new, native = self._read_mask(announced.mask, rows, q_length)
+        append = self._append(rows, np.full(rows, q_length) if new is None else new.sum(1))
+        self.pool.copy_blocks(append.copy_from, append.copy_to)
+        if new is not None or self.real is not None:
+            past = np.ones((rows, self.width), bool) if self.real is None else self.real
+            now = np.ones((rows, q_length), bool) if new is None else new
+            self.real = np.concatenate([past, now], 1)
+        packed = self.packing is not None
+        self.plan = StepPlan(self.tables, append.slots, self.width, q_length, new, self.real, native, packed)
+        self.width += q_length
+        self.version += 1
+        return self.plan
+
+    def _append(self, rows: int, counts: Int64) -> Append:
+        """Blocks for `counts` further tokens per row, the rows themselves included where there are none yet."""
         fresh = self.tables.num_rows == 0
         if fresh:
-            self.tables.add_rows(batch)
+            self.tables.add_rows(rows)
         try:
-            append = self.tables.append(counts)
+            return self.tables.append(counts)
         except PoolExhausted:
             if fresh:
                 self._drop_rows()
             raise
-        self.pool.copy_blocks(append.copy_from, append.copy_to)
-        if new is not None or self.real is not None:
-            past = np.ones((batch, self.width), bool) if self.real is None else self.real
-            now = np.ones((batch, q_length), bool) if new is None else new
-            self.real = np.concatenate([past, now], 1)
-        self.plan = StepPlan(self.tables, append.slots, self.width, q_length, new, self.real, native)
-        self.width += q_length
-        self.version += 1
-        return self.plan
 
     def _read_mask(self, mask: Tensor | None, batch: int, q_length: int) -> tuple[Bool | None, bool]:
         """Which of the new positions are real, bool [B, q_length] (None: all), and whether plain causality over the
@@ -114,6 +123,12 @@ class CacheState:
         native = bool((past == stored).all()) and not ends_in_pad.any()
         return (None if new.all() else new), native
 
+    def ragged(self, mask: Tensor, q_length: int) -> Bool | None:
+        """Which of the next `q_length` positions are real, where some are pads, every row ends in a real token, and
+        causality over the stored tokens is what the mask asks for. None otherwise."""
+        new, native = self._read_mask(mask, len(mask), q_length)
+        return new if new is not None and native and new[:, -1].all() else None
+
     def _refuse_pads(self, past: Bool) -> None:
         """Raise where `past` calls a position real whose key and value were never stored."""
         if self.real is None:
@@ -128,8 +143,8 @@ class CacheState:
 
     def view(self) -> StepPlan:
         """A plan to read what is stored, with no new token in it."""
-        if self.plan is None:
-            self.plan = StepPlan(self.tables, np.empty(0, np.int64), self.width, 0, None, self.real, True)
+        if self.plan is None or self.plan.packed:
+            self.plan = StepPlan(self.tables, np.empty(0, np.int64), self.width, 0, real=self.real)
         return self.plan
 
     # ---------------------------------------------------------------------------------------------------------- rows

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers.generation import GenerationMixin
 
+from hf_paged import packing
 from hf_paged.cache import PagedCache
 
 TITLE = "sharing of equal prompts"
@@ -57,9 +58,18 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(cache, PagedCache):
             return upstream(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
         leave_one_token(input_ids, generation_config, model_kwargs, cache)
+
+        def run(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Any:
+            outputs = None
+            if generation_config.prefill_chunk_size is None:
+                outputs = _run_packed(self, input_ids, generation_config, model_kwargs, cache)
+            if outputs is None:
+                outputs = upstream(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+            return outputs
+
         groups = None if self.training else equal_rows(input_ids, model_kwargs, cache)  # dropout tells rows apart
         if groups is None:
-            return upstream(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+            return run(input_ids, model_kwargs)
 
         first, inverse = groups
         batch, shared = len(inverse), len(first)
@@ -71,7 +81,7 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
         if cache.get_seq_length():
             cache.select(first)
         try:
-            outputs = upstream(self, input_ids[rows.to(input_ids.device)], generation_config, few, *args, **kwargs)
+            outputs = run(input_ids[rows.to(input_ids.device)], few)
         finally:
             # Also on failure: rows that were equal before hold the same blocks, so this puts the cache back as it was.
             if len(cache.lengths) == shared:
@@ -81,14 +91,32 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
     return _prefill
 
 
+def _run_packed(
+    model: Any, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], cache: PagedCache
+) -> Any | None:
+    """Prefill without pads. None where that is not possible or would save nothing."""
+    whole = covers_everything(input_ids, generation_config, model_kwargs)
+    new_ids = input_ids[:, cache.get_seq_length() :] if whole else input_ids
+    if new_ids.dim() != 2 or not packing.packable(model, new_ids, model_kwargs, cache._state):
+        return None
+    return packing.prefill(model, new_ids, model_kwargs, cache)
+
+
+def covers_everything(input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]) -> bool:
+    """Whether `input_ids` are the whole sequence, cached tokens included, as `generate` decides it: by the mask's length."""
+    mask = model_kwargs.get("attention_mask")
+    covered = mask.shape[1] if mask is not None else getattr(generation_config, "_mask_length", -1)
+    return bool(covered == input_ids.shape[1])
+
+
 def leave_one_token(input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], cache: PagedCache) -> None:
     """Where `input_ids` are the whole sequence and all of it is cached, drop the last position: the next token needs one
     position computed. Raises `ValueError` where the cache holds more than the sequence."""
-    mask = model_kwargs.get("attention_mask")
-    covered = mask.shape[1] if mask is not None else getattr(generation_config, "_mask_length", -1)
     cached, given = cache.get_seq_length(), input_ids.shape[1]
-    if covered != given or model_kwargs.get("inputs_embeds") is not None or given == 0:
-        return  # only new tokens were passed, with the mask of everything
+    if not covers_everything(input_ids, generation_config, model_kwargs):
+        return
+    if model_kwargs.get("inputs_embeds") is not None or given == 0:
+        return
     if cached == given:
         cache.crop(-1)
     elif cached > given:

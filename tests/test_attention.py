@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import CACHE, make_pool, prompts
+from tiny import CACHE, make_pool, poison, prompts
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig
 from transformers.masking_utils import (
     and_masks,
@@ -54,7 +54,7 @@ def test_keys_that_require_grad_are_refused(llama: Any) -> None:
 
 
 def test_inference_mode_and_no_grad_mix(llama: Any) -> None:
-    pool = PagePool.for_model(llama, num_blocks=20, block_size=4)
+    pool = make_pool(llama, 20)
     inputs = prompts([5])
     with PagedCache(pool) as cache:
         with torch.inference_mode():
@@ -84,7 +84,7 @@ class Layer:
         self.config = LlamaConfig(num_attention_heads=4, num_key_value_heads=2)
         self.config._attn_implementation = "paged"
         self.module = types.SimpleNamespace(is_causal=True, num_key_value_groups=heads, training=False)
-        self.cache = PagedCache(PagePool([LayerGeometry(2, dim, dim)], num_blocks=40, block_size=4))
+        self.cache = PagedCache(poison(PagePool([LayerGeometry(2, dim, dim)], num_blocks=40, block_size=4)))
         if past:
             self.cache.update(self.keys[:, :, :past], self.values[:, :, :past], 0)
         self.past = past

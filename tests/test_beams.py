@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from test_padding import kernel_calls
-from tiny import CACHE, default, make_pool, paged, prompts
+from tiny import CACHE, default, make_pool, paged, poison, prompts
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_paged import LayerGeometry, PagedCache, PagePool
@@ -78,7 +78,7 @@ def test_decode_makes_no_temporary_of_the_size_of_the_cache(llama: Any) -> None:
                 self.bytes = max(self.bytes, out.untyped_storage().nbytes())
             return out
 
-    pool = PagePool.for_model(llama, num_blocks=1100, block_size=16)
+    pool = make_pool(llama, 1100, 16)
     with PagedCache(pool) as cache, torch.no_grad():
         for layer in cache.layers:
             layer.update(torch.zeros(2, 2, 8192, 16), torch.zeros(2, 2, 8192, 16))
@@ -122,7 +122,7 @@ def test_every_beam_is_reordered(model_of: Callable[[str], Any]) -> None:
 def test_contents_follow_their_beams(block_size: int) -> None:
     """Keys and values, each by itself, against dense tensors that are copied at every step."""
     generator = torch.Generator().manual_seed(0)
-    pool = PagePool([LayerGeometry(2, 8, 6)] * 2, num_blocks=300, block_size=block_size)
+    pool = poison(PagePool([LayerGeometry(2, 8, 6)] * 2, num_blocks=300, block_size=block_size))
     with PagedCache(pool) as cache:
         dense = [(torch.empty(4, 2, 0, 8), torch.empty(4, 2, 0, 6)) for _ in range(2)]
         for step in range(40):
@@ -154,7 +154,7 @@ def test_reorder_touches_no_keys_or_values() -> None:
             self.calls += any(isinstance(arg, torch.Tensor) and arg.dim() == 4 for arg in args)
             return func(*args, **(kwargs or {}))
 
-    pool = PagePool([LayerGeometry(1, 8, 8)], num_blocks=600, block_size=4)
+    pool = poison(PagePool([LayerGeometry(1, 8, 8)], num_blocks=600, block_size=4))
     with PagedCache(pool) as cache:
         cache.update(torch.zeros(1, 1, 2048, 8), torch.zeros(1, 1, 2048, 8), 0)
         cache.batch_repeat_interleave(64)
@@ -174,7 +174,7 @@ def test_more_samples_than_before_on_one_pool(model_of: Callable[[str], Any]) ->
 
 
 def test_identity_reorder_is_free() -> None:
-    pool = PagePool([LayerGeometry(1, 8, 8)], num_blocks=50, block_size=4)
+    pool = poison(PagePool([LayerGeometry(1, 8, 8)], num_blocks=50, block_size=4))
     with PagedCache(pool) as cache:
         cache.update(torch.zeros(3, 1, 6, 8), torch.zeros(3, 1, 6, 8), 0)
         handle, table = cache.layers[0].keys, cache._state.tables.table

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from test_reuse import contents, feed
-from tiny import CACHE, make_pool, prompts
+from tiny import CACHE, make_pool, poison, prompts
 from transformers import Cache, DynamicCache
 
 from hf_paged import LayerGeometry, PagedCache, PagePool
@@ -20,7 +20,7 @@ from hf_paged.lazy import LazyKV
 
 @pytest.fixture
 def pool() -> PagePool:
-    return PagePool([LayerGeometry(2, 4, 3)] * 2, num_blocks=40, block_size=4)
+    return poison(PagePool([LayerGeometry(2, 4, 3)] * 2, num_blocks=40, block_size=4))
 
 
 def test_is_a_cache(pool: PagePool) -> None:

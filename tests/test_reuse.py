@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import CACHE, default, make_pool, paged, prompts
+from tiny import CACHE, default, make_pool, paged, poison, prompts
 
 from hf_paged import LayerGeometry, PagedCache, PagePool
 
@@ -35,7 +35,7 @@ def contents(cache: PagedCache) -> list[list[int]]:
 
 @pytest.fixture
 def pool() -> PagePool:
-    return PagePool([LayerGeometry(2, 4, 3)] * 2, num_blocks=40, block_size=4)
+    return poison(PagePool([LayerGeometry(2, 4, 3)] * 2, num_blocks=40, block_size=4))
 
 
 @pytest.mark.parametrize("how", ["fork", "deepcopy"])

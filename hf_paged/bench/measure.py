@@ -1,0 +1,60 @@
+"""Timing two or more ways of doing the same thing, side by side."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Row:
+    """One line of the result: seconds (or what `unit` says) of both sides, medians, and what else was seen."""
+
+    task: str
+    default: float
+    paged: float
+    unit: str = "s"
+    default_runs: list[float] = field(default_factory=list)
+    paged_runs: list[float] = field(default_factory=list)
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ratio(self) -> float:
+        """How many times faster hf_paged is."""
+        return self.default / self.paged if self.paged > 0 else float("inf")
+
+
+def interleave(
+    ways: dict[str, Callable[[], Any]],
+    repeats: int,
+    progress: Callable[[Iterable[int]], Iterable[int]] = iter,
+    collect: bool = False,
+) -> dict[str, list[float]]:
+    """Call every way once to warm up, then `repeats` times in turn. Returns the seconds of each call.
+
+    No garbage is collected during a call; with `collect` it is before each, so that no way pays for another's.
+    """
+    for way in ways.values():
+        way()
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in progress(range(repeats)):
+            for name, way in ways.items():
+                if collect:
+                    gc.collect()
+                start = time.perf_counter()
+                way()
+                seconds[name].append(time.perf_counter() - start)
+    finally:
+        gc.enable()
+    return seconds
+
+
+def median(values: Iterable[float]) -> float:
+    return statistics.median(values)

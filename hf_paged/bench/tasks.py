@@ -1,0 +1,153 @@
+"""The tasks that run a whole model: `generate` in several modes, and single decode steps on a long context."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from .. import PagedCache, PagePool
+from ..compat import CACHE_NAME
+from .measure import Row, interleave, median
+
+
+class Task(NamedTuple):
+    """A call of `generate`."""
+
+    lengths: list[int]  # of the prompts, left-padded to one batch
+    flags: dict[str, Any]
+    new: int = 64
+
+
+class StepTask(NamedTuple):
+    """Single decode steps with `rows` rows of `context` cached tokens."""
+
+    rows: int
+    context: int
+
+
+GENERATE: dict[str, Task] = {
+    "samples": Task([1024], dict(do_sample=True, num_return_sequences=8)),
+    "beams": Task([2048], dict(num_beams=8)),
+    "beams-small": Task([512], dict(num_beams=4)),
+    "batch": Task([1024] * 8, {}),
+    "ragged": Task(list(range(64, 1024, 60)), {}),
+    "long": Task([4000], {}),
+}
+STEPS: dict[str, StepTask] = {"step-8x1024": StepTask(8, 1024), "step-16x2048": StepTask(16, 2048)}
+STEP_FLOOR = 16  # tokens of context of the step that both sides are compared with
+Progress = Callable[[Any], Any]
+
+
+def prompts(vocabulary: int, lengths: list[int], seed: int = 0) -> dict[str, Tensor]:
+    """Random left-padded prompts, input_ids and attention_mask [B, width]."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, length in enumerate(lengths):
+        ids[row, -length:] = torch.randint(3, vocabulary, (length,), generator=generator)
+        mask[row, -length:] = 1
+    return dict(input_ids=ids, attention_mask=mask)
+
+
+def kv_bytes(cache: Any) -> int:
+    """Bytes of the keys and values that a default cache holds."""
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+
+
+def blocks_for(task: Task, block_size: int) -> int:
+    """Enough blocks for a task, had no row anything in common with another."""
+    rows = max(task.flags.get("num_beams", 1), task.flags.get("num_return_sequences", 1))
+    return rows * sum(-(-(length + task.new) // block_size) + 1 for length in task.lengths)
+
+
+def run_generate(name: str, model: Any, pool_options: dict[str, Any], repeats: int, progress: Progress) -> Row:
+    """`generate` with a fresh default cache under "sdpa" and with a fresh `PagedCache` under "paged"."""
+    task = GENERATE[name]
+    inputs = prompts(model.config.get_text_config().vocab_size, task.lengths)
+    inputs = {key: value.to(model.device) for key, value in inputs.items()}
+    pool = PagePool.for_model(model, num_blocks=blocks_for(task, pool_options["block_size"] or 16), **pool_options)
+    length = dict(max_new_tokens=task.new, min_new_tokens=task.new, pad_token_id=0)
+    seen: dict[str, Tensor] = {}
+    bytes_of: dict[str, int] = {}
+
+    def default() -> None:
+        model.set_attn_implementation("sdpa")
+        torch.manual_seed(0)
+        out = model.generate(**inputs, **length, **task.flags, return_dict_in_generate=True)
+        seen["default"], bytes_of["default"] = out.sequences, kv_bytes(out[CACHE_NAME])
+
+    def paged() -> None:
+        model.set_attn_implementation("paged")
+        torch.manual_seed(0)
+        with PagedCache(pool) as cache:
+            seen["paged"] = model.generate(**inputs, **length, **task.flags, **{CACHE_NAME: cache})
+        bytes_of["paged"] = pool.stats().peak_used * pool.bytes_per_block
+
+    seconds = interleave(dict(default=default, paged=paged), repeats, progress, collect=True)
+    notes = dict(
+        kv_bytes=bytes_of, tokens=agreement(seen["default"], seen["paged"], max(task.lengths)), kernel=pool.kernel
+    )
+    return Row(
+        name,
+        median(seconds["default"]),
+        median(seconds["paged"]),
+        default_runs=seconds["default"],
+        paged_runs=seconds["paged"],
+        notes=notes,
+    )
+
+
+def agreement(want: Tensor, got: Tensor, prompt: int) -> str:
+    """ "identical", or how many of the new tokens agree before the first difference of each row."""
+    if torch.equal(want, got):
+        return "identical"
+    same = (want[:, prompt:] == got[:, prompt:]).long().cumprod(1).sum(1)
+    return f"{int(same.sum())} of {got[:, prompt:].numel()} up to the first difference"
+
+
+def run_step(name: str, model: Any, pool_options: dict[str, Any], repeats: int, progress: Progress) -> Row:
+    """What cache and attention add to a decode step: the time of a step on a long context minus that on a short one."""
+    task = STEPS[name]
+    times: dict[tuple[str, int], float] = {}
+    for context in (STEP_FLOOR, task.context):
+        seconds = _steps(model, task.rows, context, pool_options, repeats, progress)
+        for side, values in seconds.items():
+            times[side, context] = median(values)
+    cost = {side: times[side, task.context] - times[side, STEP_FLOOR] for side in ("default", "paged")}
+    notes = dict(
+        step={side: times[side, task.context] for side in cost},
+        floor={side: times[side, STEP_FLOOR] for side in cost},
+        what=f"step minus the same step at {STEP_FLOOR} tokens of context",
+    )
+    return Row(name, cost["default"], cost["paged"], "s", notes=notes)
+
+
+@torch.no_grad()
+def _steps(
+    model: Any, rows: int, context: int, pool_options: dict[str, Any], repeats: int, progress: Progress
+) -> dict[str, list[float]]:
+    """Seconds of `4 * repeats` decode steps on random keys and values; the context grows by one token at each."""
+    steps = 4 * repeats + 2
+    per_row = -(-(context + steps) // (pool_options["block_size"] or 16))
+    pool = PagePool.for_model(model, num_blocks=rows * per_row, **pool_options)
+    caches: dict[str, Any] = dict(default=DynamicCache(config=model.config), paged=PagedCache(pool))
+    for index, (heads, key_dim, value_dim) in enumerate(pool.geometry):
+        key, value = (torch.randn(rows, heads, context, dim, dtype=pool.dtype) for dim in (key_dim, value_dim))
+        for cache in caches.values():
+            cache.update(key, value, index)
+    tokens = torch.randint(3, model.config.get_text_config().vocab_size, (rows, 1))
+
+    def step(side: str, attention: str) -> Callable[[], None]:
+        def run() -> None:
+            model.set_attn_implementation(attention)
+            model(tokens, logits_to_keep=1, **{CACHE_NAME: caches[side]})
+
+        return run
+
+    seconds = interleave(dict(default=step("default", "sdpa"), paged=step("paged", "paged")), steps - 1, progress)
+    caches["paged"].release()
+    return seconds

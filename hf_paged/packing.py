@@ -1,0 +1,88 @@
+"""Ragged prompts without pads: all real tokens of all rows as one row of the model, each with its own position.
+
+The layers outside attention treat every token by itself, so they neither know nor care whose token it is; the kernels do
+(`cu_seqlens_q`). A model for which that does not hold gives itself away: it reads keys, values or mask outside the
+kernels, or leaves keys unread by a kernel. It is run padded then, and its class is remembered.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .blocks import PoolExhausted
+from .plan import PackedRead
+from .state import CacheState
+
+if TYPE_CHECKING:
+    from .cache import PagedCache
+
+logger = logging.getLogger(__name__)
+
+_padded_only: weakref.WeakSet[type] = weakref.WeakSet()  # classes of models that cannot be run packed
+_ALLOWED = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache", "past_key_values"}
+
+
+def packable(model: Any, new_ids: Tensor, model_kwargs: dict[str, Any], state: CacheState) -> bool:
+    """Whether this prefill may and should run packed: there are pads to save, every row ends in a real token, and nothing
+    is asked for but the logits of each row's last token."""
+    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    if mask is None or positions is None or type(model) in _padded_only:
+        return False
+    if (
+        model.config._attn_implementation != "paged"
+        or "position_ids" not in inspect.signature(model.forward).parameters
+    ):
+        return False
+    asked = {name for name, value in model_kwargs.items() if value is not None and value is not False}
+    if not asked <= _ALLOWED or model_kwargs.get("logits_to_keep", 1) != 1:
+        return False
+    if mask.shape[1] != state.width + new_ids.shape[1] or positions.shape[0] != len(new_ids):
+        return False
+    return state.ragged(mask, new_ids.shape[1]) is not None
+
+
+def prefill(model: Any, new_ids: Tensor, model_kwargs: dict[str, Any], cache: PagedCache) -> Any | None:
+    """Run a packed forward pass over `new_ids` [B, q_length], left-padded, of which `model_kwargs["attention_mask"]` tells
+    the real ones. Returns the model's output with logits [B, 1, vocabulary], or None where the model cannot be run so;
+    the cache is as before then. Raises `PoolExhausted`."""
+    state, width = cache._state, cache.get_seq_length()
+    q_length = new_ids.shape[1]
+    new = state.ragged(model_kwargs["attention_mask"], q_length)
+    assert new is not None
+    source = torch.from_numpy(np.flatnonzero(new)).to(new_ids.device)  # [T]
+    last = torch.from_numpy(np.cumsum(new.sum(1)) - 1).to(new_ids.device)  # [B]
+    kwargs = {
+        **model_kwargs,
+        "attention_mask": None,
+        "position_ids": model_kwargs["position_ids"][:, -q_length:].reshape(1, -1)[:, source],
+    }
+    if "logits_to_keep" in kwargs:
+        kwargs["logits_to_keep"] = last
+    state.packing = new
+    try:
+        inputs = model.prepare_inputs_for_generation(
+            new_ids.reshape(1, -1)[:, source], is_first_iteration=True, **kwargs
+        )
+        outputs = model(**inputs, return_dict=True)
+        plan = state.plan
+        if plan is None or not plan.updates or plan.attended != plan.updates:
+            raise PackedRead("some layer's keys were not read by a kernel")
+    except PoolExhausted:
+        raise
+    except Exception as error:
+        _padded_only.add(type(model))
+        logger.info("%s runs padded, not packed: %s", type(model).__name__, error)
+        cache.rewind(width)
+        return None
+    finally:
+        state.packing = None
+    logits = outputs.logits[0]  # [B or T, vocabulary]
+    outputs.logits = (logits if len(logits) == len(last) else logits[last])[:, None]
+    return outputs
