@@ -42,7 +42,7 @@ def paged_attention(
     plan = key.plan.on(query.device)
     batch, num_heads, q_length, dim = query.shape
     queries = query.transpose(1, 2).reshape(batch * q_length, num_heads, dim)  # [B * q_length, H_q, D_k]
-    out = KERNELS[key.state.pool.kernel](
+    out = KERNELS[key.state.pool.storage(key.layer).kernel](
         queries if plan.source is None else queries[plan.source],
         key.blocks,
         value.blocks,

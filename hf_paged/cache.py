@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from . import kernels
+from .kernels import WRITERS
 from .lazy import LazyKV
 from .plan import StepPlan
 from .pool import PagePool
@@ -76,12 +76,13 @@ class PagedLayer(CacheLayerMixin):
         self.width = plan.width
         plan.updates += 1
         on_device = plan.on(key_states.device)
-        kernels.write(*storage, key_states, value_states, on_device.slots, on_device.source)
+        write = WRITERS[storage.kernel]
+        write(storage.keys, storage.values, key_states, value_states, on_device.slots, on_device.source)
         return self._handles(plan)
 
     def _handles(self, plan: StepPlan) -> tuple[LazyKV, LazyKV]:
-        keys, values = self.state.pool.storage(self.index)
-        return LazyKV(self.state, plan, self.index, keys), LazyKV(self.state, plan, self.index, values)
+        storage = self.state.pool.storage(self.index)
+        return LazyKV(self.state, plan, self.index, storage.keys), LazyKV(self.state, plan, self.index, storage.values)
 
     def get_seq_length(self) -> int:
         """The padded width that this layer has seen."""

@@ -34,6 +34,7 @@ class LayerStorage(NamedTuple):
 
     keys: Tensor  # [num_blocks, block_size, H_kv, D_k]
     values: Tensor  # [num_blocks, block_size, H_kv, D_v]
+    kernel: str  # name of the backend that serves it
 
 
 class PoolStats(NamedTuple):
@@ -61,7 +62,8 @@ class PagePool:
         geometry: one `LayerGeometry` per layer.
         num_blocks, block_size: the size of the pool, `num_blocks * block_size` tokens.
         dtype: of keys and values.
-        kernel: "auto" or a name in `hf_paged.kernels.KERNELS`.
+        device: where the kernel is to run. Layers may live elsewhere, those then use the reference kernel.
+        kernel: "auto", or a name in `hf_paged.kernels.KERNELS`.
         prefix_caching: keep the blocks of released caches for later prompts that start alike. Sharing inside one
             batch does not need it.
     """
@@ -73,6 +75,7 @@ class PagePool:
         num_blocks: int,
         block_size: int = DEFAULT_BLOCK_SIZE,
         dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
         kernel: str | None = None,
         prefix_caching: bool = True,
     ):
@@ -81,7 +84,9 @@ class PagePool:
         self.manager = BlockManager(num_blocks, block_size)
         self.geometry = [LayerGeometry(*layer) for layer in geometry]
         self.dtype = dtype
-        self.kernel = kernels.choose(kernel)
+        self.device = torch.device(device)
+        dims = [(layer.key_dim, layer.value_dim) for layer in self.geometry]
+        self.kernel, self.kernel_reason = kernels.choose(kernel, self.device, dtype, dims)
         self.prefix_caching = prefix_caching
         self._storage: list[LayerStorage | None] = [None] * len(self.geometry)
         self._storage_lock = threading.Lock()
@@ -129,10 +134,11 @@ class PagePool:
             num_blocks=num_blocks,
             block_size=block_size,
             dtype=dtype,
+            device=model.device,
             kernel=kernel,
             prefix_caching=prefix_caching,
         )
-        logger.info("%r for %s", pool, type(model).__name__)
+        logger.info("%r for %s: kernel %s", pool, type(model).__name__, pool.kernel_reason)
         return pool
 
     @property
@@ -191,6 +197,7 @@ class PagePool:
             return LayerStorage(
                 torch.empty(*shape, key_dim, dtype=self.dtype, device=device),
                 torch.empty(*shape, value_dim, dtype=self.dtype, device=device),
+                self.kernel if device.type == self.device.type else "reference",
             )
 
     def copy_blocks(self, copy_from: Int32, copy_to: Int32) -> None:
@@ -200,7 +207,7 @@ class PagePool:
         source, target = torch.from_numpy(copy_from).long(), torch.from_numpy(copy_to).long()
         for storage in self._storage:
             if storage is not None:
-                for tensor in storage:
+                for tensor in storage[:2]:
                     device = tensor.device
                     tensor.index_copy_(0, target.to(device), tensor.index_select(0, source.to(device)))
 

@@ -334,17 +334,8 @@ def test_dead_cache_is_freed_by_the_next_operation_and_not_before() -> None:
     manager.check_integrity()
 
 
-@pytest.mark.parametrize(
-    "operation",
-    [
-        lambda tables: tables.append([1, 1]),
-        lambda tables: tables.select([1, 1]),
-        lambda tables: tables.fork(),
-        lambda tables: tables.crop([4, 1]),
-        lambda tables: tables.free(),
-    ],
-)
-def test_nobody_sees_an_operation_half_done(operation: Callable[[BlockTables], object]) -> None:
+@pytest.mark.parametrize("method", ["append", "select", "fork", "crop", "free"])
+def test_nobody_sees_an_operation_half_done(method: str) -> None:
     """A check by another thread that begins in the middle has to wait for the end."""
     manager = BlockManager(9, 4)
     tables = fill(manager, 6, 6)
@@ -360,7 +351,7 @@ def test_nobody_sees_an_operation_half_done(operation: Callable[[BlockTables], o
                 wait(checks, timeout=0.05)
 
         manager.add_references = count_and_check  # type: ignore[method-assign]
-        outcome = operation(tables)
+        outcome = getattr(tables, method)(*{"fork": [2], "free": []}.get(method, [[1, 1]]))
     assert [check.result() for check in checks] == [None, None], (outcome, reader)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_paged import kernels
-from hf_paged.kernels import KERNELS
+from hf_paged.kernels import KERNELS, WRITERS
 
 
 class Case(NamedTuple):
@@ -129,14 +129,15 @@ def test_query_without_keys_gives_zero(kernel: str) -> None:
     assert (out[:2] == 0).all() and (out[2:] != 0).any() and out.isfinite().all()
 
 
+@pytest.mark.parametrize("kernel", WRITERS)
 @pytest.mark.parametrize("with_pads", [False, True])
-def test_write(with_pads: bool) -> None:
+def test_write(with_pads: bool, kernel: str) -> None:
     """Only the named tokens are written, to the named slots."""
     k_pool, v_pool = torch.full((5, 4, 2, 8), float("nan")), torch.full((5, 4, 2, 6), float("nan"))
     key, value = torch.randn(2, 2, 3, 8), torch.randn(2, 2, 3, 6)
     source = torch.tensor([1, 2, 5]) if with_pads else None
     slots = torch.tensor([19, 0, 7] if with_pads else [19, 0, 7, 3, 2, 12])
-    kernels.write(k_pool, v_pool, key, value, slots, source)
+    WRITERS[kernel](k_pool, v_pool, key, value, slots, source)
     for pool, new in ((k_pool, key), (v_pool, value)):
         flat = pool.view(20, 2, -1)
         for index, slot in enumerate(slots.tolist()):
@@ -148,14 +149,23 @@ def test_write(with_pads: bool) -> None:
 def test_operators_have_fakes_and_declared_mutations() -> None:
     """What torch.compile relies on."""
     arguments, _, _ = make(CASES["mixed"])
+    new = (torch.zeros(3, 4, 2, 8), torch.zeros(3, 4, 2, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8))
     for name in KERNELS:
         torch.library.opcheck(KERNELS[name], tuple(arguments.values()), test_utils=("test_schema", "test_faketensor"))
-    new = (torch.zeros(3, 4, 2, 8), torch.zeros(3, 4, 2, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8))
-    slots = torch.tensor([0, 1, 2])
-    torch.library.opcheck(kernels.write, (*new, slots, None), test_utils=("test_schema", "test_faketensor"))
+        slots = torch.tensor([0, 1, 2])
+        torch.library.opcheck(WRITERS[name], (*new, slots, None), test_utils=("test_schema", "test_faketensor"))
 
 
-def test_unknown_kernel() -> None:
+def test_choice() -> None:
+    cpu, dims = torch.device("cpu"), [(64, 64), (64, 32)]
+    assert kernels.choose(None, cpu, torch.float32, dims)[0] == "cpu"
+    assert kernels.choose("auto", cpu, torch.bfloat16, dims)[0] == "cpu"
+    assert kernels.choose("reference", cpu, torch.float32, dims) == ("reference", "asked for")
+    assert kernels.choose("auto", cpu, torch.float64, dims)[0] == "reference"
+    assert kernels.choose("auto", torch.device("meta"), torch.float32, dims)[0] == "reference"
     with pytest.raises(ValueError, match="kernel='fast' is not known: use 'auto' or one of"):
-        kernels.choose("fast")
-    assert kernels.choose(None) == kernels.choose("auto")
+        kernels.choose("fast", cpu, torch.float32, dims)
+    with pytest.raises(
+        ValueError, match=r"kernel='cpu' cannot serve.*multiples of 8 up to 256, not torch.float32 \[\(12, 64"
+    ):
+        kernels.choose("cpu", cpu, torch.float32, [(12, 64)])

@@ -63,7 +63,7 @@ def poison(pool: PagePool) -> PagePool:
     for layer, (heads, key_dim, value_dim) in enumerate(pool.geometry):
         keys = torch.empty(1, heads, 0, key_dim, dtype=pool.dtype)
         values = torch.empty(1, heads, 0, value_dim, dtype=pool.dtype)
-        for tensor in pool.storage_for(layer, keys, values):
+        for tensor in pool.storage_for(layer, keys, values)[:2]:
             tensor.fill_(float("nan"))
     return pool
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 from pathlib import Path
@@ -123,6 +124,7 @@ def plot(rows: list[Row], settings: dict[str, Any], file: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise SystemExit("--plot needs matplotlib: pip install 'hf_paged[viz]'") from None
+    rows = [row for row in rows if math.isfinite(row.ratio)]
     figure = Figure(figsize=(8, 0.5 * len(rows) + 1.5), layout="constrained")
     axes = figure.subplots()
     bars = axes.barh([row.task for row in rows], [row.ratio for row in rows], color="#3b6ea8")

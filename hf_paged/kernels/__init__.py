@@ -27,22 +27,27 @@ A kernel reads no slot at or beyond `seq_lens[b]`: unused slots may hold anythin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import warnings
+from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from . import reference
+from . import cpu, reference
+from .build import KernelUnavailable
 
 AttentionKernel: TypeAlias = Callable[
     [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, int, float, Tensor | None], Tensor
 ]
+WriteKernel: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], None]
 
-SCHEMA = (
+ATTENTION_SCHEMA = (
     "(Tensor q, Tensor k_pool, Tensor v_pool, Tensor block_table, Tensor seq_lens, Tensor cu_seqlens_q, "
     "float scale, int window, float softcap, Tensor? sinks) -> Tensor"
 )
+WRITE_SCHEMA = "(Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor key, Tensor value, Tensor slots, Tensor? source) -> ()"
 
 _library = torch.library.Library("hf_paged", "DEF")
 
@@ -68,30 +73,58 @@ def _fake_write(
     return None
 
 
-def _register(name: str, function: AttentionKernel) -> AttentionKernel:
+def _register(
+    name: str, function: Callable[..., object], schema: str, fake: Callable[..., object]
+) -> Callable[..., object]:
     """Make `function` the operator `hf_paged::name` on every device."""
-    _library.define(name + SCHEMA)
+    _library.define(name + schema)
     _library.impl(name, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"hf_paged::{name}", _fake_attention, lib=_library)
-    operator: AttentionKernel = getattr(torch.ops.hf_paged, name).default
-    return operator
+    torch.library.register_fake(f"hf_paged::{name}", fake, lib=_library)
+    return getattr(torch.ops.hf_paged, name).default
 
 
-KERNELS: dict[str, AttentionKernel] = {"reference": _register("attention_reference", reference.attention)}
+KERNELS: dict[str, AttentionKernel] = {}
+WRITERS: dict[str, WriteKernel] = {}
 
-_library.define(
-    "write(Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor key, Tensor value, Tensor slots, Tensor? source) -> ()"
-)
-_library.impl("write", reference.write, "CompositeExplicitAutograd")
-torch.library.register_fake("hf_paged::write", _fake_write, lib=_library)
-write: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], None] = torch.ops.hf_paged.write.default
+for _name, _backend in (("reference", reference), ("cpu", cpu)):
+    KERNELS[_name] = _register(f"attention_{_name}", _backend.attention, ATTENTION_SCHEMA, _fake_attention)  # type: ignore
+    WRITERS[_name] = _register(f"write_{_name}", _backend.write, WRITE_SCHEMA, _fake_write)  # type: ignore
 
 
-def choose(kernel: str | None) -> str:
-    """The name of the backend to use. None and "auto" pick the best one that is there."""
-    if kernel in (None, "auto"):
-        return "reference"
-    if kernel not in KERNELS:
+def choose(
+    kernel: str | None, device: torch.device, dtype: torch.dtype, head_dims: Iterable[tuple[int, int]]
+) -> tuple[str, str]:
+    """The backend for keys and values of these dims on `device`, and why. None and "auto" pick the best one that works
+    here; the compiled CPU kernel is built now if it never was.
+
+    Raises `ValueError` where the kernel asked for is unknown or cannot serve, `KernelUnavailable` where it cannot be built.
+    """
+    if kernel not in (None, "auto", *KERNELS):
         raise ValueError(f"kernel={kernel!r} is not known: use 'auto' or one of {sorted(KERNELS)}")
-    assert kernel is not None
-    return kernel
+    if kernel == "reference":
+        return "reference", "asked for"
+    dims = sorted(set(head_dims))
+    problem = None
+    if device.type != "cpu":
+        problem = f"the cpu kernel does not run on {device}"
+    elif not all(cpu.supports(dtype, key_dim, value_dim) for key_dim, value_dim in dims):
+        problem = (
+            "the cpu kernel takes float32, bfloat16 and float16, and head dims that are multiples of 8 up to 256, "
+            f"not {dtype} {dims}"
+        )
+    if problem is None:
+        try:
+            return "cpu", f"compiled for {cpu.instruction_set()}"
+        except KernelUnavailable as error:
+            if kernel == "cpu":
+                raise
+            _warn_once(str(error))
+            problem = "the cpu kernel is not available"
+    if kernel == "cpu":
+        raise ValueError(f"kernel='cpu' cannot serve this pool: {problem}")
+    return "reference", problem
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    warnings.warn(f"hf_paged uses its slow reference kernel: {reason}", stacklevel=4)

@@ -1,0 +1,81 @@
+"""The benchmark command runs every task on a small model and reports what it saw. No number is judged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+from hf_paged.__main__ import main
+from hf_paged.bench import ops, tasks
+from hf_paged.bench.measure import interleave
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    tiny.build("llama", "sdpa").save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same tasks, a hundred times smaller."""
+    for name, task in tasks.GENERATE.items():
+        lengths = [max(2, length // 40) for length in task.lengths]
+        monkeypatch.setitem(tasks.GENERATE, name, task._replace(lengths=lengths, new=6))
+    for name in tasks.STEPS:
+        monkeypatch.setitem(tasks.STEPS, name, tasks.StepTask(2, 40))
+    for name, value in dict(ROWS=2, CONTEXT=40, LAYERS=2).items():
+        monkeypatch.setattr(ops, name, value)
+
+
+def test_all_tasks(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = tmp_path / "out.json", tmp_path / "out.png"
+    flags = ["--dtype", "float32", "--repeats", "1", "--json", str(files[0]), "--plot", str(files[1])]
+    assert main(["bench", "--model", folder, *flags]) == 0
+    printed, results = capsys.readouterr().out, json.loads(files[0].read_text())
+    names = [row["task"] for row in results["results"]]
+    assert names == [
+        *tasks.GENERATE,
+        *tasks.STEPS,
+        *(f"decode vs {x}" for x in ("cat + sdpa", "sdpa", "read")),
+        "reorder",
+    ]
+    for row in results["results"]:
+        assert f"| {row['task']} |" in printed and row["default"] > 0
+        if row["task"] in tasks.GENERATE:
+            assert row["notes"]["tokens"] == "identical" and row["notes"]["kernel"] == "cpu"
+            assert len(row["default_runs"]) == len(row["paged_runs"]) == 1
+            assert row["notes"]["kv_bytes"]["paged"] > 0
+    assert results["settings"]["dtype"] == "float32"
+    assert files[1].read_bytes().startswith(b"\x89PNG")
+
+
+def test_one_task_with_random_weights_and_another_kernel(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--random-weights", "--kernel", "reference", "--block-size", "4", "--repeats", "1"]
+    assert main(["bench", "--model", folder, "--task", "batch", *flags]) == 0
+    printed = capsys.readouterr().out
+    assert "kernel reference" in printed and "| batch |" in printed and "| long |" not in printed
+
+
+def test_a_model_is_asked_for() -> None:
+    with pytest.raises(SystemExit, match="--model is needed for batch"):
+        main(["bench", "--task", "batch"])
+
+
+def test_agreement() -> None:
+    want = torch.tensor([[9, 9, 1, 2, 3], [9, 9, 4, 5, 6]])
+    got = torch.tensor([[9, 9, 1, 7, 3], [9, 9, 4, 5, 6]])
+    assert tasks.agreement(want, want, 2) == "identical"
+    assert tasks.agreement(want, got, 2) == "4 of 6 up to the first difference"
+
+
+def test_ways_take_turns() -> None:
+    calls: list[str] = []
+    ways: dict[str, Any] = {name: lambda name=name: calls.append(name) for name in "ab"}
+    seconds = interleave(ways, 3, collect=True)
+    assert calls == list("ab" + "ab" * 3) and [len(values) for values in seconds.values()] == [3, 3]
