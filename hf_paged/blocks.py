@@ -117,15 +117,17 @@ class BlockManager:
 
     def abandon(self, tables: BlockTables) -> None:
         """Free `tables` at the next operation. Takes no lock and is safe inside garbage collection."""
+        tables.abandoned = True
         self._abandoned.append(tables)
 
     def collect(self) -> None:
         """Free what was abandoned."""
         while self._abandoned:
             try:
-                self._abandoned.popleft().free()
+                tables = self._abandoned.popleft()
             except IndexError:  # another thread was faster
                 return
+            tables.free()
 
     def check_integrity(self) -> None:
         """Recompute every count from the live block tables. Raises `IntegrityError` at the first contradiction."""
@@ -152,12 +154,14 @@ class BlockTables:
 
     `table` is int32 [rows, capacity]; the entries of row `b` are valid up to its last block and `UNUSED` beyond.
     `lengths` is int64 [rows], in tokens. Both are replaced or changed in place by the methods below and by nobody else.
+    `abandoned` tells that the owner is gone: whoever still looks must not read.
     """
 
     def __init__(self, manager: BlockManager):
         self.manager = manager
         self.table: Int32 = np.empty((0, 0), np.int32)
         self.lengths: Int64 = np.empty(0, np.int64)
+        self.abandoned = False
         with manager.lock:
             manager._tables.add(self)
 
@@ -178,16 +182,18 @@ class BlockTables:
 
     def add_rows(self, count: int) -> None:
         """Add `count` empty rows at the end. They hold no block."""
-        table = np.full((self.num_rows + count, self.table.shape[1]), UNUSED, np.int32)
-        table[: self.num_rows] = self.table
-        self.table = table
-        self.lengths = np.concatenate([self.lengths, np.zeros(count, np.int64)])
+        with self.manager.lock:
+            table = np.full((self.num_rows + count, self.table.shape[1]), UNUSED, np.int32)
+            table[: self.num_rows] = self.table
+            self.table = table
+            self.lengths = np.concatenate([self.lengths, np.zeros(count, np.int64)])
 
     def append(self, counts: ArrayLike) -> Append:
         """Make room for `counts[b]` further tokens in each row `b`, and say where they go.
 
         A partial last block that somebody else holds too is replaced by a copy. When only rows of this very call
         hold it, the first of them keeps the original. All or nothing: raises `PoolExhausted` with nothing changed.
+        Hold the manager's lock until the copies are made: the frames to copy from may be free by then.
         """
         manager = self.manager
         counts = np.asarray(counts, np.int64)

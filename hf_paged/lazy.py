@@ -95,14 +95,14 @@ class LazyKV(LazyTensor):
 
     @property
     def current(self) -> bool:
-        """Whether the cache still is what it was when this handle was made."""
-        return self._state_version == self.state.version
+        """Whether the cache still exists and is what it was when this handle was made."""
+        return self._state_version == self.state.version and not self.state.tables.abandoned
 
     def make(self) -> Tensor:
         """Gather the tokens to their padded positions; pads are zero."""
         if not self.current:
             raise RuntimeError(
-                f"these keys or values of layer {self.layer} were read after their PagedCache had changed: read "
+                f"these keys or values of layer {self.layer} were read after their PagedCache had changed or was dropped: read "
                 f"cache.layers[{self.layer}].keys again, or take .clone() before the change"
             )
         index, pads = self.plan.dense_index(self.blocks.device)

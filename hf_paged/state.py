@@ -82,8 +82,9 @@ class CacheState:
             q_length = new.shape[1]
         elif announced is not None and announced.q_length == q_length:
             new, native = self._read_mask(announced.mask, rows, q_length)
-        append = self._append(rows, np.full(rows, q_length) if new is None else new.sum(1))
-        self.pool.copy_blocks(append.copy_from, append.copy_to)
+        with self.pool.manager.lock:
+            append = self._append(rows, np.full(rows, q_length) if new is None else new.sum(1))
+            self.pool.copy_blocks(append.copy_from, append.copy_to)
         if new is not None or self.real is not None:
             past = np.ones((rows, self.width), bool) if self.real is None else self.real
             now = np.ones((rows, q_length), bool) if new is None else new

@@ -389,3 +389,23 @@ def test_threads_with_caches_of_their_own_share_one_manager() -> None:
         sys.setswitchinterval(interval)
     manager.check_integrity()
     assert sorted(manager._free[: manager.num_free].tolist()) == list(range(40))
+
+
+def test_rows_are_added_under_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`table` and `lengths` change one after the other: nobody may look in between."""
+    manager = BlockManager(8, 4)
+    tables = BlockTables(manager)
+    tables.add_rows(1)
+    tables.append([3])
+    held: list[bool] = []
+    concatenate = np.concatenate
+
+    def spy(*args: object, **kwargs: object) -> object:
+        thread = threading.Thread(target=lambda: held.append(not manager.lock.acquire(blocking=False)))
+        thread.start()
+        thread.join()
+        return concatenate(*args, **kwargs)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(np, "concatenate", spy)
+    tables.add_rows(2)
+    assert held == [True]

@@ -79,7 +79,9 @@ def test_handle_refuses_what_would_be_lost(pool: PagePool) -> None:
     with pytest.raises(RuntimeError, match="the change would be lost"):
         handle.add_(1)
     cache.crop(-1)
-    with pytest.raises(RuntimeError, match=r"read after their PagedCache had changed.*layers\[0\]\.keys again"):
+    with pytest.raises(
+        RuntimeError, match=r"read after their PagedCache had changed or was dropped.*layers\[0\]\.keys again"
+    ):
         handle + 1
 
 
@@ -124,6 +126,36 @@ def test_a_dropped_cache_gives_its_blocks_back_at_once(pool: PagePool) -> None:
         del layers, handle
     finally:
         gc.enable()
+
+
+def test_a_handle_does_not_read_for_a_dropped_cache() -> None:
+    """Its blocks may hold somebody else's tokens by then."""
+    pool = poison(PagePool([LayerGeometry(1, 2, 2)], num_blocks=1, block_size=4))
+    cache = PagedCache(pool)
+    handle, _ = cache.update(torch.ones(1, 1, 2, 2), torch.ones(1, 1, 2, 2), 0)
+    del cache
+    other = PagedCache(pool)
+    other.update(torch.full((1, 1, 2, 2), 9.0), torch.full((1, 1, 2, 2), 9.0), 0)
+    with pytest.raises(RuntimeError, match="changed or was dropped"):
+        handle.dense()
+
+
+def test_copies_are_made_before_their_source_can_be_reused(pool: PagePool) -> None:
+    """Another thread must not get hold of a frame between the decision to copy it and the copy."""
+    cache = PagedCache(pool)
+    feed(cache, torch.tensor([[1, 2]]))
+    twin, states = cache.fork(), []
+    copy_blocks = pool.copy_blocks
+
+    def spy(*args: Any) -> None:
+        thread = threading.Thread(target=lambda: states.append(pool.manager.lock.acquire(blocking=False)))
+        thread.start()
+        thread.join()
+        copy_blocks(*args)
+
+    pool.copy_blocks = spy  # type: ignore[method-assign]
+    feed(twin, torch.tensor([[3]]))
+    assert states == [False] and contents(twin) == [[1, 2, 3]]
 
 
 def test_exception_inside_generate(llama: Any) -> None:
