@@ -193,12 +193,14 @@ class PagePool:
     def _allocate(self, layer: int, device: torch.device) -> LayerStorage:
         heads, key_dim, value_dim = self.geometry[layer]
         shape = (self.num_blocks, self.block_size, heads)
+        kernel = self.kernel if device.type == self.device.type else "reference"
         with torch.inference_mode(False):  # a tensor made under inference mode could not be written to outside
-            return LayerStorage(
-                torch.empty(*shape, key_dim, dtype=self.dtype, device=device),
-                torch.empty(*shape, value_dim, dtype=self.dtype, device=device),
-                self.kernel if device.type == self.device.type else "reference",
-            )
+            keys = torch.empty(*shape, key_dim, dtype=self.dtype, device=device)
+            values = torch.empty(*shape, value_dim, dtype=self.dtype, device=device)
+        if kernel == "cpu":
+            for tensor in (keys, values):
+                kernels.cpu.advise_huge_pages(tensor)
+        return LayerStorage(keys, values, kernel)
 
     def copy_blocks(self, copy_from: Int32, copy_to: Int32) -> None:
         """Copy whole frames in every layer."""

@@ -419,3 +419,11 @@ def test_refuses_what_it_cannot_do() -> None:
     with pytest.raises(ValueError, match="write: keys"):
         new = torch.zeros(1, 2, 64)
         cpu.write(problem.k_pool.half(), problem.v_pool, new, new, torch.zeros(1).long())
+
+
+def test_huge_pages_are_only_advice() -> None:
+    """Contents stay, and memory too small for it is left alone."""
+    tensor = torch.arange(2**20)
+    cpu.advise_huge_pages(tensor)
+    assert torch.equal(tensor, torch.arange(2**20))
+    assert not cpu.advise_huge_pages(torch.zeros(0))

@@ -8,6 +8,8 @@ metadata only, and do nothing else in Python.
 from __future__ import annotations
 
 import ctypes
+import mmap
+import sys
 from ctypes import c_float, c_int, c_int64, c_void_p
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch
 from hf_paged.kernels import build
 from hf_paged.kernels.build import KernelUnavailable
 
-__all__ = ["KernelUnavailable", "attention", "available", "instruction_set", "supports", "write"]
+__all__ = ["KernelUnavailable", "advise_huge_pages", "attention", "available", "instruction_set", "supports", "write"]
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MAX_HEAD_DIM = 256
@@ -24,6 +26,8 @@ _MAX_HEAD_DIM = 256
 _NO_SHARING = 1
 _NO_SPLIT = 2
 _SPLIT_ALWAYS = 4
+
+_MADV_HUGEPAGE = 14  # <sys/mman.h>; the mmap module has it from Python 3.13 on
 
 _ERRORS = {1: "data type", 2: "shape", 3: "not enough memory"}
 
@@ -71,6 +75,18 @@ def instruction_set() -> str:
 def supports(dtype: torch.dtype, key_dim: int, value_dim: int) -> bool:
     """Whether the kernel takes this element type and these head sizes. Block sizes, groups and windows: any."""
     return dtype in _TYPES and all(0 < dim <= _MAX_HEAD_DIM and dim % 8 == 0 for dim in (key_dim, value_dim))
+
+
+def advise_huge_pages(tensor: torch.Tensor) -> bool:
+    """Ask the system to back ``tensor``'s memory with huge pages: a decode step walks all of it, in an order that misses
+    the table of 4 KiB pages. Returns whether it took the advice (Linux with transparent huge pages); contents stay."""
+    madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
+    if madvise is None:
+        return False
+    page = mmap.PAGESIZE
+    first = -(-tensor.data_ptr() // page) * page
+    last = (tensor.data_ptr() + tensor.nbytes) // page * page
+    return last > first and madvise(c_void_p(first), ctypes.c_size_t(last - first), _MADV_HUGEPAGE) == 0
 
 
 def attention(
