@@ -11,6 +11,7 @@ import os
 import random
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 import torch
 
@@ -427,3 +428,11 @@ def test_huge_pages_are_only_advice() -> None:
     cpu.advise_huge_pages(tensor)
     assert torch.equal(tensor, torch.arange(2**20))
     assert not cpu.advise_huge_pages(torch.zeros(0))
+
+
+def test_read_sees_every_byte_of_whole_pages() -> None:
+    tensor = torch.randint(-(2**62), 2**62, (4 * 512,))
+    digest = cpu.read(tensor)
+    assert digest == int(np.bitwise_xor.reduce(tensor.numpy())) % 2**64
+    tensor[-1] += 1
+    assert cpu.read(tensor) != digest

@@ -14,6 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from .. import LayerGeometry, PagedCache, PagePool
 from ..attention import paged_attention
 from ..blocks import BlockManager, BlockTables
+from ..kernels import cpu
 from ..plan import StepPlan
 from .measure import Row, interleave, median
 from .tasks import Progress
@@ -44,6 +45,8 @@ def run_decode(dtype: torch.dtype, pool_options: dict[str, Any], repeats: int, p
         fixed.append((key, value))
     query, key, value = (_random(generator, dtype, heads, 1) for heads in (HEADS, KV_HEADS, KV_HEADS))
 
+    read_memory = cpu.read if cpu.available() else torch.sum
+
     def cat_and_sdpa() -> None:
         for layer in layers:
             keys, values = layer.update(key, value)
@@ -60,7 +63,7 @@ def run_decode(dtype: torch.dtype, pool_options: dict[str, Any], repeats: int, p
     def read() -> None:
         for keys, values in fixed:
             for tensor in (keys, values):
-                tensor.view(torch.int32).view(-1).max()
+                read_memory(tensor)
 
     seconds = interleave(
         {"cat + sdpa": cat_and_sdpa, "sdpa": sdpa, "paged": paged, "read": read}, 4 * repeats, progress
@@ -93,7 +96,7 @@ def run_reorder(repeats: int, progress: Progress) -> Row:
     def step(order: Any) -> None:
         tables.select(order)
         append = tables.append(np.ones(rows, np.int64))
-        StepPlan(tables, append.slots, 0, 1).on(torch.device("cpu"))
+        StepPlan([tables], [append.slots], 0, 1).on(torch.device("cpu"))
         tables.crop(tables.lengths - 1)
 
     beams = np.arange(rows) // 8 * 8

@@ -174,3 +174,21 @@ HF_PAGED_EXPORT int hf_paged_write(
     }
     return kOk;
 }
+
+// Reads `bytes` of memory and returns a digest: what a decode step could not be faster than. For benchmarks.
+HF_PAGED_EXPORT uint64_t hf_paged_read(const void* data, int64_t bytes, int threads) {
+    constexpr int64_t kPage = 512;  // words
+    const auto* words = static_cast<const uint64_t*>(data);
+    uint64_t digest = 0;
+    [[maybe_unused]] const bool parallel = threads > 1;
+#ifdef _OPENMP
+#pragma omp parallel for schedule(static) num_threads(threads) reduction(^ : digest) if (parallel)
+#endif
+    for (int64_t page = 0; page < bytes / (kPage * 8); ++page) {
+        uint64_t lanes[8] = {};  // independent chains, so that the loop waits for memory alone
+        for (int64_t i = 0; i < kPage; i += 8)
+            for (int lane = 0; lane < 8; ++lane) lanes[lane] ^= words[page * kPage + i + lane];
+        for (const uint64_t lane : lanes) digest ^= lane;
+    }
+    return digest;
+}

@@ -18,7 +18,16 @@ import torch
 from hf_paged.kernels import build
 from hf_paged.kernels.build import KernelUnavailable
 
-__all__ = ["KernelUnavailable", "advise_huge_pages", "attention", "available", "instruction_set", "supports", "write"]
+__all__ = [
+    "KernelUnavailable",
+    "advise_huge_pages",
+    "attention",
+    "available",
+    "instruction_set",
+    "read",
+    "supports",
+    "write",
+]
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MAX_HEAD_DIM = 256
@@ -70,6 +79,15 @@ def instruction_set() -> str:
     library.hf_paged_instruction_set.restype = ctypes.c_char_p
     name: bytes = library.hf_paged_instruction_set()
     return name.decode()
+
+
+def read(tensor: torch.Tensor) -> int:
+    """Read all of ``tensor``'s memory (whole 4 KiB of it) with torch's threads and return a digest: the time it takes is
+    what no attention over the same bytes can beat. For benchmarks."""
+    library = build.load()
+    library.hf_paged_read.restype = ctypes.c_uint64
+    digest: int = library.hf_paged_read(c_void_p(tensor.data_ptr()), c_int64(tensor.nbytes), torch.get_num_threads())
+    return digest
 
 
 def supports(dtype: torch.dtype, key_dim: int, value_dim: int) -> bool:
