@@ -7,9 +7,9 @@ missing or has changed: results stay right then, only sharing is lost. `HF_PAGED
 import os
 import warnings
 
-from . import prefill
+from . import assisted, prefill
 
-PATCHES = (prefill,)
+PATCHES = (prefill, assisted)
 
 
 def apply() -> None:

@@ -1,7 +1,7 @@
 """Compute a prompt once, however many rows ask for it, and never feed a cached prompt again.
 
 Wraps       `transformers.generation.GenerationMixin._prefill`
-Checked     transformers 5.24.0
+Checked     transformers 5.0.0, 5.10.4, 5.17.0, 5.24.0
 Acts        only where the cache is a `PagedCache`
 Why         `generate` repeats the rows for beams and samples before the prefill, and callers repeat rows themselves; no
             hook lies between the repetition and the forward pass. And where the cache already holds the whole prompt,
@@ -11,9 +11,10 @@ Delete      when `generate` expands its inputs after the prefill, and slices a c
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ PARAMETERS = ["self", "input_ids", "generation_config", "model_kwargs"]
 CACHE_NAMES = ("cache", "past_key_values")
 # Arguments that are known to act on each row alone, and to be [B, ...] or the same for all rows. With any other one
 # present, rows of equal tokens may still differ, and nothing is shared.
+MIN_CHUNK = 256  # tokens; a smaller chunk would cost the rest of the model more than it saves
 ROW_WISE = {"attention_mask", "position_ids", "token_type_ids"}
 SAME_FOR_ALL = {"use_cache", "logits_to_keep", "output_attentions", "output_hidden_states", "return_dict"}
 
@@ -64,7 +66,8 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
             if generation_config.prefill_chunk_size is None:
                 outputs = _run_packed(self, input_ids, generation_config, model_kwargs, cache)
             if outputs is None:
-                outputs = upstream(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+                with _chunks_for_windows(input_ids, generation_config, model_kwargs, cache):
+                    outputs = upstream(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
             return outputs
 
         groups = None if self.training else equal_rows(input_ids, model_kwargs, cache)  # dropout tells rows apart
@@ -83,6 +86,8 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
         try:
             outputs = run(input_ids[rows.to(input_ids.device)], few)
         finally:
+            # Older releases note in the arguments how far they have come.
+            model_kwargs.update({name: value for name, value in few.items() if name not in model_kwargs})
             # Also on failure: rows that were equal before hold the same blocks, so this puts the cache back as it was.
             if len(cache.lengths) == shared:
                 cache.select(inverse)
@@ -100,6 +105,30 @@ def _run_packed(
     if new_ids.dim() != 2 or not packing.packable(model, new_ids, model_kwargs, cache._state):
         return None
     return packing.prefill(model, new_ids, model_kwargs, cache)
+
+
+@contextlib.contextmanager
+def _chunks_for_windows(
+    input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], cache: PagedCache
+) -> Iterator[None]:
+    """Prefill a long prompt in chunks where layers with a window would else keep all of it until the next step. Only where
+    nothing but the last logits is asked for."""
+    window = max(group.window for group in cache.pool.groups)
+    chunk = max(window, MIN_CHUNK)
+    asked = {name for name, value in model_kwargs.items() if value is not None and value is not False}
+    if (
+        not window
+        or generation_config.prefill_chunk_size is not None
+        or input_ids.shape[1] - cache.get_seq_length() < 2 * chunk
+        or not asked <= ROW_WISE | {"use_cache", "logits_to_keep", *CACHE_NAMES}
+    ):
+        yield
+        return
+    generation_config.prefill_chunk_size = chunk
+    try:
+        yield
+    finally:
+        generation_config.prefill_chunk_size = None
 
 
 def covers_everything(input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]) -> bool:

@@ -1,0 +1,59 @@
+"""Assisted decoding and prompt lookup that go on from a filled cache.
+
+Wraps       `transformers.generation.GenerationMixin._assisted_decoding`
+Checked     transformers 5.24.0
+Acts        only where the cache is a `PagedCache` that holds tokens
+Why         upstream feeds the whole sequence in its first step, also when part of it is cached, so those tokens would stand
+            in the cache twice; no hook lies before that step
+Delete      when upstream slices its first step as it does in `_prefill`
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+from torch import Tensor
+from transformers.generation import GenerationMixin
+
+from hf_paged.cache import PagedCache
+
+from .prefill import CACHE_NAMES, covers_everything, leave_one_token
+
+TITLE = "assisted decoding from a filled cache"
+
+
+def apply() -> str | None:
+    """Install the patch. Returns why not, where that is so."""
+    upstream = getattr(GenerationMixin, "_assisted_decoding", None)
+    if upstream is None:
+        return "GenerationMixin._assisted_decoding does not exist in this release of transformers"
+    if getattr(upstream, "_hf_paged", False):
+        return None
+    if "next_sequence_length" not in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters:
+        return None  # older releases slice every step by position
+
+    @functools.wraps(upstream)
+    def _assisted_decoding(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        cache = next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
+        if not isinstance(cache, PagedCache) or not cache.get_seq_length():
+            return upstream(self, input_ids, *args, **kwargs)
+        generation_config = kwargs["generation_config"]
+        leave_one_token(input_ids, generation_config, kwargs, cache)
+        whole, prepare = covers_everything(input_ids, generation_config, kwargs), self.prepare_inputs_for_generation
+
+        def sliced(ids: Tensor, next_sequence_length: int | None = None, **inputs: Any) -> Any:
+            if whole and next_sequence_length is None and any(inputs.get(name) is cache for name in CACHE_NAMES):
+                next_sequence_length = ids.shape[1] - cache.get_seq_length()
+            return prepare(ids, next_sequence_length=next_sequence_length, **inputs)
+
+        self.prepare_inputs_for_generation = sliced
+        try:
+            return upstream(self, input_ids, *args, **kwargs)
+        finally:
+            del self.prepare_inputs_for_generation
+
+    _assisted_decoding._hf_paged = True  # type: ignore[attr-defined]
+    GenerationMixin._assisted_decoding = _assisted_decoding
+    return None
