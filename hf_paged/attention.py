@@ -28,6 +28,9 @@ def paged_attention(
     `query` is [B, H_q, q_length, D_k]; `key` and `value` are what a PagedCache's `update` returned, and the output is
     [B, q_length, H_q, D_v]. With ordinary keys and values this is sdpa, gradients included.
     """
+    indices = kwargs.pop("indices", None)
+    if indices is not None:  # sparse attention that leaves it to us to look at the chosen keys only
+        attention_mask = _only_chosen(indices, attention_mask, query.shape[2], key.shape[2])
     if not isinstance(key, LazyKV) or not isinstance(value, LazyKV):
         mask = attention_mask.dense() if isinstance(attention_mask, LazyTensor) else attention_mask
         return sdpa_attention_forward(
@@ -39,10 +42,13 @@ def paged_attention(
         return _dense(module, query, key.dense(), value.dense(), attention_mask, dropout, scaling, causal, kwargs)
 
     key.plan.attended += 1
-    plan = key.plan.on(query.device)
+    sinks = kwargs.get("s_aux")
+    pool = key.state.pool
+    plan = key.plan.on(query.device, pool.group_of[key.layer])
     batch, num_heads, q_length, dim = query.shape
     queries = query.transpose(1, 2).reshape(batch * q_length, num_heads, dim)  # [B * q_length, H_q, D_k]
-    out = KERNELS[key.state.pool.storage(key.layer).kernel](
+    queries = queries if queries.stride(-1) == 1 else queries.contiguous()
+    out = KERNELS[pool.storage(key.layer).kernel](
         queries if plan.source is None else queries[plan.source],
         key.blocks,
         value.blocks,
@@ -52,13 +58,30 @@ def paged_attention(
         dim**-0.5 if scaling is None else scaling,
         window,
         kwargs.get("softcap") or 0.0,
-        kwargs.get("s_aux"),
+        None if sinks is None else sinks.float().contiguous(),
     )  # [T, H_q, D_v]
     if plan.source is not None:
         padded = out.new_zeros((batch * q_length, *out.shape[1:]))
         padded[plan.source] = out
         out = padded
     return out.view(batch, q_length, num_heads, -1), None
+
+
+def _only_chosen(indices: Tensor, mask: Tensor | None, q_length: int, width: int) -> Tensor:
+    """The mask, bool or additive [B, 1, q_length, width], with all keys hidden but those that `indices` [B, q_length, k]
+    names for each query."""
+    chosen = torch.zeros((*indices.shape[:2], width), dtype=torch.bool, device=indices.device)
+    chosen = chosen.scatter_(-1, indices.long(), True)[:, None]  # [B, 1, q_length, width]
+    if mask is None:
+        return chosen & _causal_mask(q_length, width, chosen.device)
+    mask = mask.dense() if isinstance(mask, LazyTensor) else mask
+    return mask & chosen if mask.dtype == torch.bool else mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
+
+
+def _causal_mask(q_length: int, width: int, device: torch.device) -> Tensor:
+    """Bool [q_length, width], aligned bottom-right."""
+    position = torch.arange(width, device=device)
+    return position <= position[width - q_length :, None]
 
 
 def _native_window(
@@ -91,13 +114,12 @@ def _dense(
     """Attention over gathered keys [B, H_kv, width, D_k] and values, by sdpa, or by hand where sdpa lacks a feature."""
     mask = mask.dense() if isinstance(mask, LazyTensor) else mask
     q_length, width = query.shape[2], key.shape[2]
-    if mask is None and causal and q_length > 1:  # aligned bottom-right; sdpa's own flag aligns top-left
-        position = torch.arange(width, device=query.device)
-        mask = position <= position[width - q_length :, None]
+    if mask is None and causal and q_length > 1:  # sdpa's own flag aligns top-left
+        mask = _causal_mask(q_length, width, query.device)
     softcap, sinks, bias = kwargs.get("softcap"), kwargs.get("s_aux"), kwargs.get("position_bias")
-    if not softcap and sinks is None and not kwargs.get("output_attentions"):
+    if not softcap and sinks is None and bias is None and not kwargs.get("output_attentions"):
         return sdpa_attention_forward(
-            module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=False, position_bias=bias
+            module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=False
         )
     groups = query.shape[1] // key.shape[1]
     scores = query @ repeat_kv(key, groups).transpose(2, 3)  # [B, H_q, q_length, width]

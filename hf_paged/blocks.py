@@ -97,14 +97,19 @@ class BlockManager:
     def allocate(self, count: int) -> Int32:
         """Take `count` free frames, each with a reference count of 1. Raises `PoolExhausted` and changes nothing else."""
         with self.lock:
-            self.collect()
-            if count > self.num_free:
-                raise PoolExhausted(count, self.num_free, self.num_used, self.num_blocks)
+            self.require(count)
             taken = self._free[self.num_free - count : self.num_free][::-1].copy()
             self.num_free -= count
             self.ref_counts[taken] = 1
             self.peak_used = max(self.peak_used, self.num_used)
             return taken
+
+    def require(self, count: int) -> None:
+        """Raise `PoolExhausted` unless `count` frames are free."""
+        with self.lock:
+            self.collect()
+            if count > self.num_free:
+                raise PoolExhausted(count, self.num_free, self.num_used, self.num_blocks)
 
     def add_references(self, frames: Int32, change: ArrayLike) -> None:
         """Add `change` (one number, or one per frame) to the counts of `frames`, which may repeat. A frame whose count
@@ -152,8 +157,9 @@ class BlockManager:
 class BlockTables:
     """The block tables of the rows of one cache.
 
-    `table` is int32 [rows, capacity]; the entries of row `b` are valid up to its last block and `UNUSED` beyond.
-    `lengths` is int64 [rows], in tokens. Both are replaced or changed in place by the methods below and by nobody else.
+    `table` is int32 [rows, capacity]; the entries of row `b` are valid from block `starts[b]` to its last one, and `UNUSED`
+    before and beyond. `lengths` is int64 [rows], in tokens, and `starts` int64 [rows], in blocks: what lies before was given
+    back by `slide`. All three are replaced or changed in place by the methods below and by nobody else.
     `abandoned` tells that the owner is gone: whoever still looks must not read.
     """
 
@@ -161,6 +167,7 @@ class BlockTables:
         self.manager = manager
         self.table: Int32 = np.empty((0, 0), np.int32)
         self.lengths: Int64 = np.empty(0, np.int64)
+        self.starts: Int64 = np.empty(0, np.int64)
         self.abandoned = False
         with manager.lock:
             manager._tables.add(self)
@@ -170,14 +177,15 @@ class BlockTables:
         return len(self.lengths)
 
     def block_ids(self) -> list[list[int]]:
-        """The frames of every row, in logical order."""
+        """The frames that every row holds, in logical order."""
         counts = self.manager.blocks_for(self.lengths)
-        return [row[:count].tolist() for row, count in zip(self.table, counts)]
+        return [row[start:count].tolist() for row, start, count in zip(self.table, self.starts, counts)]
 
     def held_frames(self, rows: Int64 | None = None) -> Int32:
         """The frames of the given rows (all by default) in one array, row after row, with repeats."""
-        table, lengths = (self.table, self.lengths) if rows is None else (self.table[rows], self.lengths[rows])
-        frames: Int32 = table[np.arange(table.shape[1]) < self.manager.blocks_for(lengths)[:, None]]
+        rows = np.arange(self.num_rows) if rows is None else rows
+        column, ends = np.arange(self.table.shape[1]), self.manager.blocks_for(self.lengths[rows])
+        frames: Int32 = self.table[rows][(column >= self.starts[rows, None]) & (column < ends[:, None])]
         return frames
 
     def add_rows(self, count: int) -> None:
@@ -187,6 +195,7 @@ class BlockTables:
             table[: self.num_rows] = self.table
             self.table = table
             self.lengths = np.concatenate([self.lengths, np.zeros(count, np.int64)])
+            self.starts = np.concatenate([self.starts, np.zeros(count, np.int64)])
 
     def append(self, counts: ArrayLike) -> Append:
         """Make room for `counts[b]` further tokens in each row `b`, and say where they go.
@@ -224,6 +233,27 @@ class BlockTables:
             frame = self.table[rows, position // manager.block_size].astype(np.int64)
             return Append(frame * manager.block_size + position % manager.block_size, copy_from, copy_to)
 
+    def blocks_needed(self, counts: ArrayLike) -> int:
+        """Free frames that `append(counts)` takes."""
+        counts = np.asarray(counts, np.int64)
+        have = self.manager.blocks_for(self.lengths)
+        grow = self.manager.blocks_for(self.lengths + counts) - have
+        return int(grow.sum()) + len(self._rows_to_copy(counts, have))
+
+    def slide(self, first: ArrayLike) -> None:
+        """Give back the blocks of each row `b` that lie wholly before its token `first[b]`, which nobody will read again.
+        The block of the last token stays."""
+        with self.manager.lock:
+            last = np.maximum(self.lengths - 1, 0)
+            starts = np.clip(np.asarray(first, np.int64), 0, last) // self.manager.block_size
+            starts = np.maximum(starts, self.starts)
+            column = np.arange(self.table.shape[1])
+            dropped = (column >= self.starts[:, None]) & (column < starts[:, None])
+            if dropped.any():
+                self.manager.add_references(self.table[dropped], -1)
+                self.table[dropped] = UNUSED
+                self.starts = starts
+
     def _rows_to_copy(self, counts: Int64, have: Int64) -> Int64:
         """Rows whose partial last block must be copied before this append writes into it."""
         rows = np.flatnonzero((counts > 0) & (self.lengths % self.manager.block_size != 0))
@@ -258,10 +288,11 @@ class BlockTables:
         with self.manager.lock:
             change = np.bincount(chosen, minlength=self.num_rows) - 1
             touched = np.flatnonzero(change)
-            per_row = self.manager.blocks_for(self.lengths[touched])
+            per_row = self.manager.blocks_for(self.lengths[touched]) - self.starts[touched]
             self.manager.add_references(self.held_frames(touched), np.repeat(change[touched], per_row))
             self.table = self.table[chosen]
             self.lengths = self.lengths[chosen]
+            self.starts = self.starts[chosen]
             return True
 
     def fork(self, repeats: int = 1) -> BlockTables:
@@ -270,22 +301,25 @@ class BlockTables:
         with self.manager.lock:
             twin.table = np.repeat(self.table, repeats, axis=0)
             twin.lengths = np.repeat(self.lengths, repeats)
+            twin.starts = np.repeat(self.starts, repeats)
             self.manager.add_references(self.held_frames(), repeats)
         return twin
 
     def crop(self, lengths: ArrayLike) -> None:
         """Shorten each row `b` to `lengths[b]` tokens, at most what it has now. Frames that fall off are released; a
-        frame cut in the middle stays as it is, and a later append copies it if it is shared."""
+        frame cut in the middle stays as it is, and a later append copies it if it is shared. A row that has lost its first
+        blocks to `slide` may lose its last ones too: the caller sees to it that what is left is enough."""
         new = np.asarray(lengths, np.int64)
         if new.shape != self.lengths.shape or (new < 0).any() or (new > self.lengths).any():
             raise ValueError(f"cannot crop rows of {self.lengths.tolist()} tokens to {new.tolist()}")
         with self.manager.lock:
             keep, have = self.manager.blocks_for(new), self.manager.blocks_for(self.lengths)
             column = np.arange(self.table.shape[1])
-            dropped = (column >= keep[:, None]) & (column < have[:, None])
+            dropped = (column >= np.maximum(keep, self.starts)[:, None]) & (column < have[:, None])
             self.manager.add_references(self.table[dropped], -1)
             self.table[dropped] = UNUSED
             self.lengths = new.copy()
+            self.starts = np.minimum(self.starts, keep)
 
     def free(self) -> None:
         """Give every frame back and drop all rows. Always safe, also twice."""
@@ -293,6 +327,7 @@ class BlockTables:
             frames = self.held_frames()
             self.table = np.empty((0, 0), np.int32)
             self.lengths = np.empty(0, np.int64)
+            self.starts = np.empty(0, np.int64)
             self.manager.add_references(frames, -1)
 
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from .blocks import BlockTables
+from .compat import CROP_TO_LENGTH, LinearAttentionLayer, query_length
 from .kernels import WRITERS
+from .layout import LayerGeometry, OwnLayer
 from .lazy import LazyKV
 from .plan import StepPlan
 from .pool import PagePool
@@ -75,7 +80,9 @@ class PagedLayer(CacheLayerMixin):
             )
         self.width = plan.width
         plan.updates += 1
-        on_device = plan.on(key_states.device)
+        on_device = plan.on(key_states.device, state.pool.group_of[self.index])
+        if key_states.stride(-1) != 1 or value_states.stride(-1) != 1:
+            key_states, value_states = key_states.contiguous(), value_states.contiguous()
         write = WRITERS[storage.kernel]
         write(storage.keys, storage.values, key_states, value_states, on_device.slots, on_device.source)
         return self._handles(plan)
@@ -92,9 +99,24 @@ class PagedLayer(CacheLayerMixin):
         """-1: no maximum but the pool's."""
         return -1
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+    get_max_cache_shape = get_max_length  # its name in older releases
+
+    def get_mask_sizes(self, length: Any) -> tuple[int, int]:
         """Length and offset of the keys in the next forward pass."""
-        return Width(self.width + query_length, self.state), 0
+        return Width(self.width + query_length(length), self.state), 0
+
+    @property
+    def record_past(self) -> bool:
+        """Whether tokens that leave a window are kept until the next `crop`."""
+        return self.state.recording
+
+    @record_past.setter
+    def record_past(self, value: bool) -> None:
+        self.state.recording = value
+
+    def activate_past_recording(self) -> None:
+        """Keep tokens that leave a window until the next `crop`."""
+        self.record_past = True
 
     def offload(self) -> None:
         raise RuntimeError("the blocks of a PagedCache are not offloaded: make a pool of fewer blocks instead")
@@ -108,6 +130,28 @@ class PagedLayer(CacheLayerMixin):
 
     def __repr__(self) -> str:
         return f"PagedLayer({self.index})"
+
+
+class PagedHybridLayer(LinearAttentionLayer, PagedLayer):
+    """A layer with keys and values, which are paged, and convolution or recurrent states, which are transformers' own."""
+
+    is_compileable = False
+
+    def __init__(self, state: CacheState, index: int, number_of_states: int):
+        PagedLayer.__init__(self, state, index)
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+
+    def forget(self) -> None:
+        """Drop the states."""
+        LinearAttentionLayer.__init__(self, number_of_states=self.number_of_states)
+
+    def copy_states(self, other: PagedHybridLayer) -> None:
+        """Take over a copy of the states of `other`."""
+        for name in vars(LinearAttentionLayer()):
+            setattr(self, name, copy.deepcopy(getattr(other, name)))
+
+    def __repr__(self) -> str:
+        return f"PagedHybridLayer({self.index})"
 
 
 class PagedCache(Cache):
@@ -127,9 +171,19 @@ class PagedCache(Cache):
 
     def _attach(self, state: CacheState) -> None:
         self._state = state
-        super().__init__(layers=[PagedLayer(state, i) for i in range(len(state.pool.geometry))])
+        layers = [_make_layer(state, index, spec) for index, spec in enumerate(state.pool.layers)]
+        super().__init__(layers=layers)
         # Bound to the tables only: a finalizer that held the cache would keep it alive.
-        self._finalizer = weakref.finalize(self, state.pool.manager.abandon, state.tables)
+        self._finalizer = weakref.finalize(self, _abandon, state.groups)
+
+    @property
+    def _paged(self) -> list[PagedLayer]:
+        return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
+
+    @property
+    def _stateful(self) -> list[Any]:
+        """The layers that keep, alone or beside their keys and values, what is not paged."""
+        return [layer for layer in self.layers if type(layer) is not PagedLayer]
 
     @property
     def pool(self) -> PagePool:
@@ -144,7 +198,8 @@ class PagedCache(Cache):
 
     @property
     def block_tables(self) -> list[list[int]]:
-        """The block ids of every row, in the order of its tokens."""
+        """The block ids of every row, in the order of its tokens. Of a model whose layers look back differently far, those
+        of its first group of layers."""
         return self._state.tables.block_ids()
 
     def update(
@@ -166,8 +221,16 @@ class PagedCache(Cache):
             raise ValueError(f"repeats={repeats} must be at least 1")
         twin = type(self).__new__(type(self))
         twin._attach(self._state.fork(repeats))
-        for mine, theirs in zip(self.layers, twin.layers):
+        for mine, theirs in zip(self._paged, twin._paged):
             theirs.width = mine.width
+        rows = torch.arange(self._state.tables.num_rows).repeat_interleave(repeats)
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, PagedHybridLayer):
+                twin.layers[index].copy_states(layer)
+            elif not isinstance(layer, PagedLayer):
+                twin.layers[index] = copy.deepcopy(layer)
+        for layer in twin._stateful:
+            layer.reorder_cache(rows)
         return twin
 
     def select(self, rows: Any) -> None:
@@ -178,7 +241,10 @@ class PagedCache(Cache):
         rows = np.asarray(rows)
         if rows.dtype == bool:
             rows = np.flatnonzero(rows)
-        self._state.select(rows.reshape(-1))
+        rows = rows.reshape(-1)
+        if self._state.select(rows):
+            for layer in self._stateful:
+                layer.reorder_cache(torch.from_numpy(rows.astype(np.int64)))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the rows for beam search."""
@@ -195,30 +261,45 @@ class PagedCache(Cache):
     # --------------------------------------------------------------------------------------------------------- tokens
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` positions of every row; 0 removes nothing, more than there are all."""
+        """Remove the last `-tokens_to_remove` positions of every row; 0 removes nothing, more than there are all.
+
+        Under transformers up to 5.17 a number >= 0 is the number of positions to keep, as it is for every cache there.
+        """
+        if tokens_to_remove >= 0 and CROP_TO_LENGTH:
+            tokens_to_remove = min(tokens_to_remove - self._state.width, 0)
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop({tokens_to_remove}) is not supported: pass a negative number, -n removes the last n positions"
             )
+        for layer in self._stateful:
+            layer.crop(int(tokens_to_remove))
         self.rewind(self._state.width + int(tokens_to_remove))
 
     def rewind(self, width: int) -> None:
-        """Keep the first `width` padded positions, at most what there are, also after a forward pass that failed half way."""
+        """Keep the first `width` padded positions, at most what there are, also after a forward pass that failed half way.
+        Only the paged layers."""
         self._state.crop(width)
-        for layer in self.layers:
+        for layer in self._paged:
             layer.width = min(layer.width, self._state.width)
 
     def reset(self) -> None:
         """Give all blocks back and start over with any batch size, also after a failed forward pass."""
         self._state.reset()
-        for layer in self.layers:
-            layer.width = 0
+        self._empty_layers()
+
+    def _empty_layers(self) -> None:
+        for index, spec in enumerate(self.pool.layers):
+            if isinstance(spec, LayerGeometry):
+                self.layers[index].width = 0
+                if spec.states:
+                    self.layers[index].forget()
+            else:
+                self.layers[index] = spec.make()
 
     def release(self) -> None:
         """Give all blocks back for good. Safe to call twice."""
         self._state.release()
-        for layer in self.layers:
-            layer.width = 0
+        self._empty_layers()
 
     def __enter__(self) -> PagedCache:
         return self
@@ -243,12 +324,23 @@ class PagedCache(Cache):
     def __iter__(self) -> Iterator[tuple[LazyKV | None, LazyKV | None]]:
         """Keys and values layer by layer, like a DynamicCache."""
         for layer in self.layers:
-            yield layer.keys, layer.values
+            yield getattr(layer, "keys", None), getattr(layer, "values", None)
 
     def __repr__(self) -> str:
         state = self._state
         if state.released:
             return "PagedCache(released)"
-        return (
-            f"PagedCache({state.tables.num_rows} rows, width {state.width}, {len(self.layers)} layers, {state.pool!r})"
-        )
+        own = ", ".join(f"{i}: {layer!r}" for i, layer in enumerate(self.layers) if not isinstance(layer, PagedLayer))
+        size = f"{state.tables.num_rows} rows, width {state.width}, {len(self._paged)} paged layers"
+        return f"PagedCache({size}{f', not paged: {own}' if own else ''}, {state.pool!r})"
+
+
+def _make_layer(state: CacheState, index: int, spec: LayerGeometry | OwnLayer) -> Any:
+    if isinstance(spec, OwnLayer):
+        return spec.make()
+    return PagedHybridLayer(state, index, spec.states) if spec.states else PagedLayer(state, index)
+
+
+def _abandon(groups: list[BlockTables]) -> None:
+    for tables in groups:
+        tables.manager.abandon(tables)

@@ -1,11 +1,44 @@
-"""What differs between the releases of transformers that hf_paged supports, in one place."""
+"""What differs between the releases of transformers that hf_paged supports (5.0 to 5.24), in one place."""
 
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
-from transformers import LlamaForCausalLM
+import transformers
+from packaging.version import Version
+from transformers import LlamaForCausalLM, cache_utils
+
+RELEASE = Version(transformers.__version__).release[:2]
 
 # The argument that takes a cache in a model's forward pass and in `generate`, and names it in outputs: `cache` in newer
 # releases, `past_key_values` in older ones, and a deprecated alias for a while between.
 CACHE_NAME = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
+
+# Up to 5.17, `crop(n)` with n >= 0 means "keep n positions"; since then only "remove -n" is left, and 0 removes nothing.
+CROP_TO_LENGTH = RELEASE < (5, 18)
+
+# The states of a layer that has some beside its keys and values; releases without it have no such layers, and in those
+# where it holds a single state, the whole layer stays transformers' own.
+LinearAttentionLayer: Any = getattr(cache_utils, "LinearAttentionLayer", type("NoStates", (), {}))
+HAS_HYBRID_LAYERS = "number_of_states" in inspect.signature(LinearAttentionLayer.__init__).parameters
+
+
+def query_length(length_or_positions: Any) -> int:
+    """Number of queries, from what a release hands to `get_mask_sizes`: the number, or up to 5.9 their positions."""
+    if isinstance(length_or_positions, int):
+        return length_or_positions
+    return int(length_or_positions.shape[0])
+
+
+def mask_query_length(mask_arguments: dict[str, Any]) -> int:
+    """The same, from the arguments of a mask function."""
+    return query_length(
+        mask_arguments["q_length"] if "q_length" in mask_arguments else mask_arguments["cache_position"]
+    )
+
+
+def mask_device(mask_arguments: dict[str, Any]) -> Any:
+    """The device that a mask function is asked for."""
+    positions = mask_arguments.get("cache_position")
+    return mask_arguments.get("device", "cpu" if positions is None else positions.device)

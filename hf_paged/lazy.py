@@ -81,8 +81,7 @@ class LazyKV(LazyTensor):
         batch, width = plan.shape
         self: LazyKV = torch.Tensor._make_wrapper_subclass(
             cls,
-            (batch, heads, width, dim),
-            strides=(width * heads * dim, dim, heads * dim, 1),  # those of `make`
+            (batch, heads, width, dim),  # contiguous, as the default cache's keys are: some models call .view() on them
             dtype=blocks.dtype,
             device=blocks.device,
         )
@@ -105,12 +104,12 @@ class LazyKV(LazyTensor):
                 f"these keys or values of layer {self.layer} were read after their PagedCache had changed or was dropped: read "
                 f"cache.layers[{self.layer}].keys again, or take .clone() before the change"
             )
-        index, pads = self.plan.dense_index(self.blocks.device)
+        index, pads = self.plan.dense_index(self.blocks.device, self.state.pool.group_of[self.layer])
         heads, dim = self.blocks.shape[2:]
         tokens = self.blocks.view(-1, heads, dim)[index].view(self.plan.rows, -1, heads, dim)  # [B, width, H_kv, D]
         if pads is not None:
             tokens.masked_fill_(pads[:, :, None, None], 0)
-        return tokens.transpose(1, 2)
+        return tokens.transpose(1, 2).contiguous()
 
 
 class LazyMask(LazyTensor):

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import masking_utils
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from .compat import mask_device, mask_query_length
 from .lazy import LazyMask
 from .plan import PackedRead
 from .state import Width
@@ -26,7 +27,7 @@ def paged_mask(batch_size: int, *, kv_length: int, attention_mask: Tensor | None
     if not isinstance(kv_length, Width):
         return sdpa_mask(batch_size, kv_length=kv_length, attention_mask=attention_mask, **kwargs)
     state = kv_length.state
-    q_length = kwargs["q_length"]
+    q_length = mask_query_length(kwargs)
     state.announce_mask(attention_mask, q_length)
 
     def make() -> Tensor:
@@ -39,7 +40,7 @@ def paged_mask(batch_size: int, *, kv_length: int, attention_mask: Tensor | None
 
     window = window_of(kwargs.get("mask_function", causal_mask_function))
     shape = (batch_size, 1, q_length, int(kv_length))
-    return LazyMask(state, shape, kwargs.get("device", "cpu"), window, make)
+    return LazyMask(state, shape, mask_device(kwargs), window, make)
 
 
 def window_of(mask_function: Callable[..., Any]) -> int | None:

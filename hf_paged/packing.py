@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .blocks import PoolExhausted
+from .layout import LayerGeometry
 from .plan import PackedRead
 from .state import CacheState
 
@@ -35,6 +36,10 @@ def packable(model: Any, new_ids: Tensor, model_kwargs: dict[str, Any], state: C
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     if mask is None or positions is None or type(model) in _padded_only:
         return False
+    if any(
+        layer.states if isinstance(layer, LayerGeometry) else layer.name != "DummyLayer" for layer in state.pool.layers
+    ):
+        return False  # a layer that is not paged keeps a state per row
     if (
         model.config._attn_implementation != "paged"
         or "position_ids" not in inspect.signature(model.forward).parameters

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -41,8 +42,8 @@ class StepPlan:
 
     def __init__(
         self,
-        tables: BlockTables,
-        slots: Int64,
+        groups: Sequence[BlockTables],
+        slots: Sequence[Int64],
         start: int,
         q_length: int,
         new: Bool | None = None,
@@ -50,9 +51,10 @@ class StepPlan:
         native: bool = True,
         packed: bool = False,
     ):
-        """`q_length` is the number of new padded positions per row, `new` bool [rows, q_length] and `real` bool
-        [rows, width] say which positions hold tokens; None where all do."""
-        self.rows = rows = tables.num_rows
+        """`groups` are the block tables of the layer groups, and `slots` where the new tokens go in each of them.
+        `q_length` is the number of new padded positions per row; `new` bool [rows, q_length] and `real` bool [rows, width]
+        say which positions hold tokens, None where all do."""
+        self.rows = rows = groups[0].num_rows
         counts = np.full(rows, q_length) if new is None else new.sum(1)
         self.start, self.width, self.native, self.packed = start, start + q_length, native, packed
         self.batch, self.q_length = (1, int(counts.sum())) if packed else (rows, q_length)
@@ -60,51 +62,53 @@ class StepPlan:
         self._slots = slots
         self._source = None if new is None or packed else np.flatnonzero(new)
         # The tables live on and change with the next step, the plan does not.
-        self._table = tables.table[:, : int(tables.manager.blocks_for(tables.lengths).max(initial=0))].copy()
-        self._lengths = tables.lengths.astype(np.int32)
+        columns = int(groups[0].manager.blocks_for(groups[0].lengths).max(initial=0))
+        self._tables = [tables.table[:, :columns].copy() for tables in groups]
+        self._starts = [tables.starts for tables in groups]
+        self._lengths = groups[0].lengths.astype(np.int32)
         self._cu_seqlens_q = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         self._real = real
-        self._block_size = tables.manager.block_size
-        self._on_device: dict[torch.device, DevicePlan] = {}
-        self._dense_index: dict[torch.device, tuple[Tensor, Tensor | None]] = {}
+        self._block_size = groups[0].manager.block_size
+        self._on_device: dict[tuple[torch.device, int], DevicePlan] = {}
+        self._dense_index: dict[tuple[torch.device, int], tuple[Tensor, Tensor | None]] = {}
 
     @property
     def shape(self) -> tuple[int, int]:
         """(batch, width) of the keys as the model sees them in this pass."""
         return self.batch, self.start + self.q_length
 
-    def on(self, device: torch.device) -> DevicePlan:
-        """The plan as tensors on `device`, sent there once."""
-        if device not in self._on_device:
-            self._on_device[device] = DevicePlan(
-                torch.from_numpy(self._slots).to(device, non_blocking=True),
+    def on(self, device: torch.device, group: int = 0) -> DevicePlan:
+        """The plan of a layer group as tensors on `device`, sent there once."""
+        if (device, group) not in self._on_device:
+            self._on_device[device, group] = DevicePlan(
+                torch.from_numpy(self._slots[group]).to(device, non_blocking=True),
                 None if self._source is None else torch.from_numpy(self._source).to(device, non_blocking=True),
-                torch.from_numpy(self._table).to(device, non_blocking=True),
+                torch.from_numpy(self._tables[group]).to(device, non_blocking=True),
                 torch.from_numpy(self._lengths).to(device, non_blocking=True),
                 torch.from_numpy(self._cu_seqlens_q).to(device, non_blocking=True),
             )
-        return self._on_device[device]
+        return self._on_device[device, group]
 
-    def dense_index(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """For the dense view: the slot of every padded position, int64 [B * width], and which of the positions are
-        pads, bool [B, width] (None: there are none). The slot of a pad is 0 and means nothing."""
+    def dense_index(self, device: torch.device, group: int = 0) -> tuple[Tensor, Tensor | None]:
+        """For the dense view: the slot of every padded position, int64 [B * width], and which of the positions hold
+        nothing, bool [B, width] (None: there are none): pads, and tokens that left the window. Their slot is 0 and means
+        nothing."""
         if self.packed:
             raise PackedRead("keys and values were read outside the kernels in a packed forward pass")
-        if device not in self._dense_index:
-            rows, width = self.rows, self.width
+        if (device, group) not in self._dense_index:
+            rows, width, starts = self.rows, self.width, self._starts[group]
             if self._real is None:
                 token = np.broadcast_to(np.arange(width), (rows, width))
-                pads = None
             else:
                 token = np.maximum(np.cumsum(self._real, 1) - 1, 0)
-                pads = ~self._real
+            gone = token < starts[:, None] * self._block_size
+            empty = gone if self._real is None else gone | ~self._real
             block, offset = token // self._block_size, token % self._block_size
-            table = self._table if self._table.size else np.zeros((rows, 1), np.int32)
+            table = self._tables[group] if self._tables[group].size else np.zeros((rows, 1), np.int32)
             slot = np.take_along_axis(table, block, 1).astype(np.int64) * self._block_size + offset
-            if pads is not None:
-                slot[pads] = 0
-            self._dense_index[device] = (
+            slot[empty] = 0
+            self._dense_index[device, group] = (
                 torch.from_numpy(slot.reshape(-1)).to(device),
-                None if pads is None else torch.from_numpy(pads).to(device),
+                torch.from_numpy(empty).to(device) if empty.any() else None,
             )
-        return self._dense_index[device]
+        return self._dense_index[device, group]

@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,19 +14,11 @@ from torch import Tensor
 
 from . import kernels
 from .blocks import BlockManager, Int32
+from .layout import LayerGeometry, OwnLayer, groups_of, layers_of
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_BLOCK_SIZE = 16
-PAGED_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
-
-
-class LayerGeometry(NamedTuple):
-    """The shape of one layer's keys, `[.., kv_heads, .., key_dim]`, and values."""
-
-    kv_heads: int
-    key_dim: int
-    value_dim: int
 
 
 class LayerStorage(NamedTuple):
@@ -47,7 +39,7 @@ class PoolStats(NamedTuple):
     cached: int  # held by the prefix index only
     shared: int  # held by more than one live row
     peak_used: int  # the largest `used` since the pool was made
-    bytes_per_block: int  # keys and values, all layers
+    bytes_per_block: int  # keys and values, all layers of a group
     cow_copies: int  # blocks copied on write so far
     prefix_hit_tokens: int  # tokens adopted from the prefix index so far
 
@@ -59,7 +51,7 @@ class PagePool:
     Use `PagePool.for_model`; this constructor is for models whose config does not tell the geometry.
 
     Args:
-        geometry: one `LayerGeometry` per layer.
+        layers: one `LayerGeometry` per layer, or an `OwnLayer` for one that is not paged.
         num_blocks, block_size: the size of the pool, `num_blocks * block_size` tokens.
         dtype: of keys and values.
         device: where the kernel is to run. Layers may live elsewhere, those then use the reference kernel.
@@ -70,7 +62,7 @@ class PagePool:
 
     def __init__(
         self,
-        geometry: Sequence[LayerGeometry],
+        layers: Sequence[LayerGeometry | OwnLayer],
         *,
         num_blocks: int,
         block_size: int = DEFAULT_BLOCK_SIZE,
@@ -79,16 +71,19 @@ class PagePool:
         kernel: str | None = None,
         prefix_caching: bool = True,
     ):
-        if not geometry:
-            raise ValueError("geometry is empty: a pool needs at least one layer")
+        self.layers = list(layers)
+        self.geometry = [layer for layer in self.layers if isinstance(layer, LayerGeometry)]
+        if not self.geometry:
+            raise ValueError("no layer has a LayerGeometry: a pool needs at least one that is paged")
+        self.groups = groups_of(self.layers)
+        self.group_of = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
         self.manager = BlockManager(num_blocks, block_size)
-        self.geometry = [LayerGeometry(*layer) for layer in geometry]
         self.dtype = dtype
         self.device = torch.device(device)
         dims = [(layer.key_dim, layer.value_dim) for layer in self.geometry]
         self.kernel, self.kernel_reason = kernels.choose(kernel, self.device, dtype, dims)
         self.prefix_caching = prefix_caching
-        self._storage: list[LayerStorage | None] = [None] * len(self.geometry)
+        self._storage: list[LayerStorage | None] = [None] * len(self.layers)
         self._storage_lock = threading.Lock()
 
     @classmethod
@@ -113,24 +108,26 @@ class PagePool:
             block_size: tokens per block, 16 by default.
             dtype: of keys and values; the model's by default. Set it when the model runs under autocast.
 
+        Runs the model once, on one token, to learn the shapes of its keys and values.
+
         Raises `ValueError` when the budget holds no block, when both `memory` and `num_blocks` are given, or when the
-        model has layers that keep no keys and values, which are named.
+        model has no layer that could be paged; what it has is named.
         """
         if memory is not None and num_blocks is not None:
             raise ValueError(f"memory={memory!r} and num_blocks={num_blocks} both set the size: give one of them")
-        geometry = geometry_of(model.config)
+        layers = layers_of(model)
         dtype = dtype or model.dtype
         block_size = DEFAULT_BLOCK_SIZE if block_size is None else block_size
         if num_blocks is None:
             budget = default_budget(model.device) if memory is None else parse_bytes(memory)
-            per_block = bytes_per_token(geometry, dtype) * block_size
+            per_block = bytes_per_token(layers, dtype) * block_size
             num_blocks = budget // per_block
             if num_blocks < 1:
                 raise ValueError(
                     f"memory={memory!r} holds no block: one block of {block_size} tokens takes {per_block} bytes in this model"
                 )
         pool = cls(
-            geometry,
+            layers,
             num_blocks=num_blocks,
             block_size=block_size,
             dtype=dtype,
@@ -152,8 +149,8 @@ class PagePool:
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of keys and values that one block takes in all layers together."""
-        return bytes_per_token(self.geometry, self.dtype) * self.block_size
+        """Bytes of keys and values that one block takes in all layers of a group together."""
+        return bytes_per_token(self.layers, self.dtype) * self.block_size
 
     # ----------------------------------------------------------------------------------------------------- the data
 
@@ -169,9 +166,10 @@ class PagePool:
         Raises `ValueError` when shape, dtype or device are not those of the pool."""
         storage = self._storage[layer]
         arrived = LayerGeometry(key.shape[1], key.shape[3], value.shape[3])
-        if arrived != self.geometry[layer]:
+        expected = self.layers[layer]
+        if arrived[:3] != expected[:3]:
             raise ValueError(
-                f"layer {layer} delivers {arrived}, but the pool was made for {self.geometry[layer]}: make the pool with "
+                f"layer {layer} delivers {arrived}, but the pool was made for {expected}: make the pool with "
                 "PagePool.for_model(this_model), or with PagePool([LayerGeometry(...), ...]) if its config does not tell"
             )
         if key.dtype != self.dtype or value.dtype != self.dtype:
@@ -181,7 +179,7 @@ class PagePool:
             )
         if storage is None:
             with self._storage_lock:
-                storage = self._storage[layer] or self._allocate(layer, key.device)
+                storage = self._storage[layer] or self._share(layer, key.device) or self._allocate(layer, key.device)
                 self._storage[layer] = storage
         if key.device != storage.keys.device:
             raise ValueError(
@@ -190,8 +188,19 @@ class PagePool:
             )
         return storage
 
+    def _share(self, layer: int, device: torch.device) -> LayerStorage | None:
+        """The storage of the layer at the same place of another group, if it is there: a frame is theirs in turn."""
+        place = self.groups[self.group_of[layer]].layers.index(layer)
+        for group in self.groups:
+            storage = self._storage[group.layers[place]] if place < len(group.layers) else None
+            if storage is not None and storage.keys.device == device:
+                return storage
+        return None
+
     def _allocate(self, layer: int, device: torch.device) -> LayerStorage:
-        heads, key_dim, value_dim = self.geometry[layer]
+        geometry = self.layers[layer]
+        assert isinstance(geometry, LayerGeometry)
+        heads, key_dim, value_dim = geometry[:3]
         shape = (self.num_blocks, self.block_size, heads)
         kernel = self.kernel if device.type == self.device.type else "reference"
         with torch.inference_mode(False):  # a tensor made under inference mode could not be written to outside
@@ -207,11 +216,10 @@ class PagePool:
         if not len(copy_from):
             return
         source, target = torch.from_numpy(copy_from).long(), torch.from_numpy(copy_to).long()
-        for storage in self._storage:
-            if storage is not None:
-                for tensor in storage[:2]:
-                    device = tensor.device
-                    tensor.index_copy_(0, target.to(device), tensor.index_select(0, source.to(device)))
+        for storage in {id(storage): storage for storage in self._storage if storage is not None}.values():
+            for tensor in storage[:2]:
+                device = tensor.device
+                tensor.index_copy_(0, target.to(device), tensor.index_select(0, source.to(device)))
 
     # ------------------------------------------------------------------------------------------------------ reports
 
@@ -244,8 +252,9 @@ class PagePool:
     def __repr__(self) -> str:
         size = self.num_blocks * self.bytes_per_block / 2**20
         dtype = str(self.dtype).removeprefix("torch.")
+        groups = f" in {len(self.groups)} groups" if len(self.groups) > 1 else ""
         return (
-            f"PagePool({self.num_blocks} blocks of {self.block_size} tokens, {len(self.geometry)} layers, {dtype}, "
+            f"PagePool({self.num_blocks} blocks of {self.block_size} tokens, {len(self.geometry)} layers{groups}, {dtype}, "
             f"{size:.1f} MiB, kernel={self.kernel})"
         )
 
@@ -253,31 +262,14 @@ class PagePool:
         raise TypeError("a PagePool cannot be pickled or copied: it owns memory. Make one per process with for_model")
 
 
-def geometry_of(config: Any) -> list[LayerGeometry]:
-    """Geometry of every layer, read from a transformers config (the text part of a composite one)."""
-    config = config.get_text_config(decoder=True)
-    layers = config.num_hidden_layers
-    types = getattr(config, "layer_types", None) or ["full_attention"] * layers
-    unknown = sorted(set(types) - set(PAGED_LAYER_TYPES))
-    if unknown:
-        raise ValueError(
-            f"{type(config).__name__} has layers of type {', '.join(unknown)}, which keep other state than keys and values; "
-            f"hf_paged pages {', '.join(PAGED_LAYER_TYPES)}"
-        )
-    heads = getattr(config, "num_attention_heads", None)
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    if not heads or not kv_heads:
-        raise ValueError(
-            f"{type(config).__name__} names no attention heads, so there is nothing to page; if the model has keys and "
-            "values all the same, make the pool with PagePool([LayerGeometry(...), ...], num_blocks=...)"
-        )
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return [LayerGeometry(kv_heads, head_dim, head_dim)] * layers
+def bytes_per_token(layers: Sequence[LayerGeometry | OwnLayer], dtype: torch.dtype) -> int:
+    """Bytes that the keys and values of one token take in the largest group of layers."""
 
+    def size(index: int) -> int:
+        layer = layers[index]
+        return layer.kv_heads * (layer.key_dim + layer.value_dim) if isinstance(layer, LayerGeometry) else 0
 
-def bytes_per_token(geometry: Iterable[LayerGeometry], dtype: torch.dtype) -> int:
-    """Bytes that the keys and values of one token take in all layers."""
-    return sum(heads * (key_dim + value_dim) for heads, key_dim, value_dim in geometry) * dtype.itemsize
+    return max(sum(size(index) for index in group.layers) for group in groups_of(layers)) * dtype.itemsize
 
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}

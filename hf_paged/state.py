@@ -42,7 +42,8 @@ class CacheState:
 
     def __init__(self, pool: PagePool):
         self.pool = pool
-        self.tables = BlockTables(pool.manager)
+        self.groups = [BlockTables(pool.manager) for _ in pool.groups]
+        self.recording = False  # whether tokens that leave a window are kept until the next `crop`
         self.width = 0
         self.real: Bool | None = None
         self.plan: StepPlan | None = None
@@ -50,6 +51,11 @@ class CacheState:
         self.released = False
         self.packing: Bool | None = None  # set while a forward pass runs packed: its new positions, [B, q_length]
         self._announced: _Announcement | None = None
+
+    @property
+    def tables(self) -> BlockTables:
+        """The block tables of the first layer group. Rows and lengths are the same in all of them."""
+        return self.groups[0]
 
     # ------------------------------------------------------------------------------------------------ a forward pass
 
@@ -83,29 +89,44 @@ class CacheState:
         elif announced is not None and announced.q_length == q_length:
             new, native = self._read_mask(announced.mask, rows, q_length)
         with self.pool.manager.lock:
-            append = self._append(rows, np.full(rows, q_length) if new is None else new.sum(1))
-            self.pool.copy_blocks(append.copy_from, append.copy_to)
+            if not self.recording:
+                self._slide()
+            appends = self._append(rows, np.full(rows, q_length) if new is None else new.sum(1))
+            for append in appends:
+                self.pool.copy_blocks(append.copy_from, append.copy_to)
         if new is not None or self.real is not None:
             past = np.ones((rows, self.width), bool) if self.real is None else self.real
             now = np.ones((rows, q_length), bool) if new is None else new
             self.real = np.concatenate([past, now], 1)
         packed = self.packing is not None
-        self.plan = StepPlan(self.tables, append.slots, self.width, q_length, new, self.real, native, packed)
+        slots = [append.slots for append in appends]
+        self.plan = StepPlan(self.groups, slots, self.width, q_length, new, self.real, native, packed)
         self.width += q_length
         self.version += 1
         return self.plan
 
-    def _append(self, rows: int, counts: Int64) -> Append:
-        """Blocks for `counts` further tokens per row, the rows themselves included where there are none yet."""
+    def _append(self, rows: int, counts: Int64) -> list[Append]:
+        """Blocks for `counts` further tokens per row in every group, the rows themselves included where there are none yet.
+        Raises `PoolExhausted` with nothing changed."""
         fresh = self.tables.num_rows == 0
-        if fresh:
-            self.tables.add_rows(rows)
+        for tables in self.groups:
+            if fresh:
+                tables.add_rows(rows)
+        manager = self.pool.manager
         try:
-            return self.tables.append(counts)
+            if len(self.groups) > 1:
+                manager.require(sum(tables.blocks_needed(counts) for tables in self.groups))
+            return [tables.append(counts) for tables in self.groups]
         except PoolExhausted:
             if fresh:
                 self._drop_rows()
             raise
+
+    def _slide(self) -> None:
+        """Give back what no query that follows will see: the next one of a row stands at its length."""
+        for group, tables in zip(self.pool.groups, self.groups):
+            if group.window:
+                tables.slide(tables.lengths - group.window + 1)
 
     def _read_mask(self, mask: Tensor | None, batch: int, q_length: int) -> tuple[Bool | None, bool]:
         """Which of the new positions are real, bool [B, q_length] (None: all), and whether plain causality over the
@@ -145,39 +166,54 @@ class CacheState:
     def view(self) -> StepPlan:
         """A plan to read what is stored, with no new token in it."""
         if self.plan is None or self.plan.packed:
-            self.plan = StepPlan(self.tables, np.empty(0, np.int64), self.width, 0, real=self.real)
+            nothing = [np.empty(0, np.int64)] * len(self.groups)
+            self.plan = StepPlan(self.groups, nothing, self.width, 0, real=self.real)
         return self.plan
 
     # ---------------------------------------------------------------------------------------------------------- rows
 
-    def select(self, rows: ArrayLike) -> None:
-        """Row `i` becomes what row `rows[i]` was. Costs table entries only; the identity costs nothing."""
+    def select(self, rows: ArrayLike) -> bool:
+        """Row `i` becomes what row `rows[i]` was. Costs table entries only; the identity costs nothing and returns False."""
         rows = np.asarray(rows, np.int64)
-        if self.tables.select(rows):
-            self.real = None if self.real is None else self.real[rows]
-            self._moved()
+        if not all([tables.select(rows) for tables in self.groups]):
+            return False  # the identity, in all groups alike
+        self.real = None if self.real is None else self.real[rows]
+        self._moved()
+        return True
 
     def crop(self, width: int) -> None:
-        """Keep the first `width` padded positions of every row."""
-        if width >= self.width:
-            return
+        """Keep the first `width` padded positions of every row. Raises `ValueError` where that reaches back further than a
+        window's tokens are kept: those of the last forward pass can always be removed, and all since the last `crop` after
+        `activate_past_recording`."""
         if width <= 0:
             self._drop_rows()
             return
-        if self.real is None:
-            self.tables.crop(np.full(self.tables.num_rows, width))
-        else:
-            self.real = self.real[:, :width]
-            self.tables.crop(self.real.sum(1))
-        self.width = width
-        self._moved()
+        if width < self.width:
+            real = None if self.real is None else self.real[:, :width]
+            lengths = np.full(self.tables.num_rows, width) if real is None else real.sum(1)
+            for group, tables in zip(self.pool.groups, self.groups):
+                first = np.maximum(lengths - group.window + 1, 0)
+                if (tables.starts * tables.manager.block_size > first).any():
+                    raise ValueError(
+                        f"cannot go back to {width} positions: the tokens that a window of {group.window} would show there "
+                        "have been given back. Call activate_past_recording() before forward passes that you may want to undo"
+                    )
+            for tables in self.groups:
+                tables.crop(lengths)
+            self.real = real
+            self.width = width
+            self._moved()
+        if self.recording:
+            self._slide()
+            self._moved()
 
     def fork(self, repeats: int) -> CacheState:
         """A state of its own whose rows, each `repeats` times, share all frames of this one."""
         if self.released:
             raise RuntimeError("this PagedCache was released: there is nothing left to fork")
         twin = CacheState(self.pool)
-        twin.tables = self.tables.fork(repeats)
+        twin.groups = [tables.fork(repeats) for tables in self.groups]
+        twin.recording = self.recording
         twin.width = self.width
         twin.real = None if self.real is None else np.repeat(self.real, repeats, axis=0)
         return twin
@@ -194,12 +230,13 @@ class CacheState:
 
     def row_keys(self) -> list[bytes]:
         """Per row, a value equal for two rows exactly when they hold the same frames and pads."""
-        ids = self.tables.block_ids()
+        ids = list(zip(*(tables.block_ids() for tables in self.groups)))
         pads = [b""] * len(ids) if self.real is None else [row.tobytes() for row in self.real]
         return [repr((row, int(length))).encode() + pad for row, length, pad in zip(ids, self.tables.lengths, pads)]
 
     def _drop_rows(self) -> None:
-        self.tables.free()
+        for tables in self.groups:
+            tables.free()
         self.width = 0
         self.real = None
         self._moved()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Callable
 from typing import Any
@@ -91,7 +92,18 @@ class Layer:
 
     def mask(self, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> Any:
         embeds = torch.empty(2, self.query.shape[2], 4)
-        return create_causal_mask(self.config, embeds, attention_mask, self.cache, **kwargs)
+        arguments = dict(kwargs, config=self.config, attention_mask=attention_mask)
+        arguments |= {
+            "inputs_embeds": embeds,
+            "input_embeds": embeds,
+            "cache": self.cache,
+            "past_key_values": self.cache,
+        }
+        arguments["cache_position"] = torch.arange(self.query.shape[2]) + self.past
+        known = inspect.signature(inspect.unwrap(create_causal_mask)).parameters
+        kwargs = {name: value for name, value in arguments.items() if name in known}
+        missing = {name: None for name, parameter in known.items() if parameter.default is parameter.empty} | kwargs
+        return inspect.unwrap(create_causal_mask)(**missing)
 
     def run(self, mask: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         handles = self.cache.update(self.keys[:, :, self.past :], self.values[:, :, self.past :], 0)
@@ -165,6 +177,7 @@ def test_features_native_and_dense(pads: bool) -> None:
     for kwargs, oracle in (
         (dict(softcap=1.5), dict(softcap=1.5)),
         (dict(s_aux=sinks), dict(sinks=sinks)),
+        (dict(s_aux=sinks.bfloat16()), dict(sinks=sinks.bfloat16())),
         (dict(softcap=1.5, s_aux=sinks), dict(softcap=1.5, sinks=sinks)),
         (dict(position_bias=bias), dict(bias=bias)),
         (dict(position_bias=bias, softcap=2.0), dict(bias=bias, softcap=2.0)),
@@ -184,6 +197,16 @@ def test_features_native_and_dense(pads: bool) -> None:
             mask: Any = layer.mask(mask_2d)
             out, _ = layer.run(mask if native else mask.dense(), **{**kwargs, **bias_kwargs})
             torch.testing.assert_close(out[:, -4:], expected, msg=f"{list(kwargs)} native={native}")
+
+
+@pytest.mark.parametrize("with_mask", [False, True])
+def test_chosen_indices(with_mask: bool) -> None:
+    """Sparse attention names the keys that each query may see."""
+    layer = Layer(3, 4)
+    indices = torch.tensor([[[0, 2], [1, 4], [5, 0], [6, 3]], [[3, 1], [2, 6], [0, 1], [4, 5]]])
+    visible = torch.zeros(2, 1, 4, 7).bool().scatter_(-1, indices[:, None], True) & causal(4, 7)
+    out, _ = layer.run(layer.mask() if with_mask else None, indices=indices)
+    torch.testing.assert_close(out, layer.expected(visible))
 
 
 def test_output_attentions_returns_weights() -> None:

@@ -46,7 +46,8 @@ def test_paged_cache_under_other_attention(attn: str, mode: str, llama: Any) -> 
     assert torch.equal(want, paged(llama, inputs, make_pool(llama), max_new_tokens=20, **MODES[mode]))
 
 
-@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")
+@pytest.mark.parametrize("name", ["past_key_values", CACHE])
 def test_both_argument_names(name: str, llama: Any) -> None:
     inputs = prompts([9])
     want = default(llama, inputs, max_new_tokens=8)
@@ -120,7 +121,8 @@ def test_ragged_conversation(model_of: Callable[[str], Any]) -> None:
                 ids = out
             real = [row.shape[1] - 1 for row in alone]  # the last token is not fed
             assert cache.lengths == real
-            assert pool.stats().used == sum(-(-length // 4) for length in real)
+            if kind != "mistral":  # whose window gives blocks back
+                assert pool.stats().used == sum(-(-length // 4) for length in real)
 
 
 def test_plain_forward_calls(llama: Any) -> None:

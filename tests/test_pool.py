@@ -13,7 +13,8 @@ from tiny import CACHE, build, make_pool, poison, prompts
 from transformers import GPTNeoXConfig, MambaConfig, MistralConfig
 
 from hf_paged import LayerGeometry, PagedCache, PagePool, PoolExhausted
-from hf_paged.pool import default_budget, geometry_of, parse_bytes
+from hf_paged.layout import geometry_of
+from hf_paged.pool import default_budget, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,7 @@ def test_for_model_refuses(llama: Any) -> None:
         PagePool.for_model(llama, num_blocks=4, kernel="warp")
     with pytest.raises(ValueError, match="num_blocks=-1 and block_size=16 must both be at least 1"):
         PagePool.for_model(llama, num_blocks=-1)
-    with pytest.raises(ValueError, match="geometry is empty"):
+    with pytest.raises(ValueError, match="no layer has a LayerGeometry"):
         PagePool([], num_blocks=4)
 
 

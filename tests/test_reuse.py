@@ -10,11 +10,12 @@ import torch
 from tiny import CACHE, default, make_pool, paged, poison, prompts
 
 from hf_paged import LayerGeometry, PagedCache, PagePool
+from hf_paged.compat import CROP_TO_LENGTH
 
 
 def feed(cache: PagedCache, tokens: torch.Tensor) -> None:
     """Write keys and values whose contents are the token numbers, in all layers: tokens is [B, n]."""
-    for index, (heads, key_dim, value_dim) in enumerate(cache.pool.geometry):
+    for index, (heads, key_dim, value_dim, *_) in enumerate(cache.pool.geometry):
         key = tokens[:, None, :, None].float().expand(-1, heads, -1, key_dim) + index
         value = tokens[:, None, :, None].float().expand(-1, heads, -1, value_dim) - index
         cache.update(key.contiguous(), value.contiguous(), index)
@@ -127,14 +128,20 @@ def test_positions_after_an_external_prefill(llama: Any) -> None:
 def test_crop(pool: PagePool) -> None:
     cache = PagedCache(pool)
     feed(cache, torch.arange(1, 11)[None])
-    cache.crop(0)
+    if not CROP_TO_LENGTH:
+        cache.crop(0)
     assert contents(cache) == [list(range(1, 11))]
     cache.crop(-1)
     assert contents(cache) == [list(range(1, 10))] and pool.stats().used == 3
     cache.crop(-1)
     assert pool.stats().used == 2 and cache.get_seq_length() == 8
-    with pytest.raises(ValueError, match=r"crop\(3\)"):
-        cache.crop(3)
+    if CROP_TO_LENGTH:
+        cache.crop(8)
+        cache.crop(100)
+        assert cache.get_seq_length() == 8
+    else:
+        with pytest.raises(ValueError, match=r"crop\(3\)"):
+            cache.crop(3)
     feed(cache, torch.tensor([[99]]))
     assert contents(cache) == [[1, 2, 3, 4, 5, 6, 7, 8, 99]]
     cache.crop(-9)

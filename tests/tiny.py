@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -13,16 +12,14 @@ from transformers import (
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
-    LlamaForCausalLM,
     MistralConfig,
     Qwen2Config,
 )
 
-from hf_paged import PagedCache, PagePool
+from hf_paged import LayerGeometry, PagedCache, PagePool
+from hf_paged.compat import CACHE_NAME as CACHE
 
 VOCAB, PAD = 160, 0
-# The argument that takes a cache: renamed from `past_key_values` in newer releases.
-CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 COMMON: dict[str, Any] = dict(
     vocab_size=VOCAB, pad_token_id=PAD, bos_token_id=1, eos_token_id=None, tie_word_embeddings=False
 )
@@ -60,7 +57,10 @@ def build(kind: str, attn: str = "paged", seed: int = 2, dtype: torch.dtype = to
 
 def poison(pool: PagePool) -> PagePool:
     """Allocate all storage and fill every slot with NaN."""
-    for layer, (heads, key_dim, value_dim) in enumerate(pool.geometry):
+    for layer, geometry in enumerate(pool.layers):
+        if not isinstance(geometry, LayerGeometry):
+            continue
+        heads, key_dim, value_dim = geometry[:3]
         keys = torch.empty(1, heads, 0, key_dim, dtype=pool.dtype)
         values = torch.empty(1, heads, 0, value_dim, dtype=pool.dtype)
         for tensor in pool.storage_for(layer, keys, values)[:2]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from .. import PagedCache, PagePool
+from .. import LayerGeometry, PagedCache, PagePool
 from ..compat import CACHE_NAME
 from .measure import Row, interleave, median
 
@@ -135,8 +135,11 @@ def _steps(
     per_row = -(-(context + steps) // (pool_options["block_size"] or 16))
     pool = PagePool.for_model(model, num_blocks=rows * per_row, **pool_options)
     caches: dict[str, Any] = dict(default=DynamicCache(config=model.config), paged=PagedCache(pool))
-    for index, (heads, key_dim, value_dim) in enumerate(pool.geometry):
-        key, value = (torch.randn(rows, heads, context, dim, dtype=pool.dtype) for dim in (key_dim, value_dim))
+    for index, layer in enumerate(pool.layers):
+        if not isinstance(layer, LayerGeometry):
+            continue
+        dims = (layer.key_dim, layer.value_dim)
+        key, value = (torch.randn(rows, layer.kv_heads, context, dim, dtype=pool.dtype) for dim in dims)
         for cache in caches.values():
             cache.update(key, value, index)
     tokens = torch.randint(3, model.config.get_text_config().vocab_size, (rows, 1))

@@ -31,7 +31,10 @@ def attention(
         first, last = starts[row], starts[row + 1]
         if first == last or length == 0:
             continue
-        frames = block_table[row, : -(-length // block_size)].long()
+        # The table holds nothing before the first block that the first query sees.
+        unseen = max(0, length - (last - first) - window + 1) // block_size if window > 0 else 0
+        frames = block_table[row, unseen : -(-length // block_size)].long()
+        length -= unseen * block_size
         keys = k_pool[frames].flatten(0, 1)[:length]  # [L, H_kv, D_k]
         values = v_pool[frames].flatten(0, 1)[:length]  # [L, H_kv, D_v]
         for begin in range(first, last, QUERY_CHUNK):

@@ -1,0 +1,148 @@
+"""What the layers of a model keep from one forward pass to the next: which of it is paged, and in what shapes."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from transformers import DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.modeling_outputs import BaseModelOutput
+
+from .compat import CACHE_NAME, HAS_HYBRID_LAYERS
+
+logger = logging.getLogger(__name__)
+
+PAGED_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+PAGED_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)  # these alone: their subclasses keep more than keys and values
+HYBRID_LAYERS = ("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer")
+
+
+class LayerGeometry(NamedTuple):
+    """The shape of one layer's keys, `[.., kv_heads, .., key_dim]`, and values.
+
+    `states` is the number of convolution or recurrent states that the layer keeps beside them, as transformers does.
+    `window` is the number of tokens that it looks back at most, 0: all; older ones need not be kept.
+    """
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    states: int = 0
+    window: int = 0
+
+
+class Group(NamedTuple):
+    """Layers that share a block table, since they keep the same tokens."""
+
+    window: int  # tokens that its layers look back; 0: all
+    layers: list[int]
+
+
+def groups_of(layers: Sequence[LayerGeometry | OwnLayer]) -> list[Group]:
+    """Cut the paged layers into groups of equal size, each of one window, layers that keep everything first.
+
+    A frame is room for one block of one group, whatever its window, so all groups draw on one free list and no memory is
+    set apart for one of them (the hybrid allocator of vLLM works so). Where layers differ in shape or there is one window
+    only, all layers form a single group; it slides if they all have that window.
+    """
+    paged = [(index, layer) for index, layer in enumerate(layers) if isinstance(layer, LayerGeometry)]
+    kinds: dict[int, list[int]] = {}
+    for index, layer in paged:
+        kinds.setdefault(layer.window, []).append(index)
+    if len({layer[:3] for _, layer in paged}) > 1 or len(kinds) == 1:
+        return [Group(min(kinds) if len(kinds) == 1 else 0, [index for index, _ in paged])]
+    size = min(len(indices) for indices in kinds.values())
+    return [
+        Group(window, indices[start : start + size])
+        for window, indices in sorted(kinds.items())
+        for start in range(0, len(indices), size)
+    ]
+
+
+class OwnLayer(NamedTuple):
+    """A layer that is not paged. Every cache gets transformers' own layer in its place."""
+
+    name: str
+    make: Callable[[], Any]
+
+
+def layers_of(model: Any) -> list[LayerGeometry | OwnLayer]:
+    """What each layer of `model` needs in a cache.
+
+    The kinds come from the config, as transformers itself reads it, and the geometry from one token that runs through the
+    model: no config tells it for every architecture (latent attention, heads that differ from layer to layer, layers that
+    share their keys). Where the model cannot be run like that, the config has to do.
+
+    Raises `ValueError` where nothing can be paged, naming what there is.
+    """
+    try:
+        cache = measure(model)
+    except Exception as error:
+        logger.info("%s does not run on one token (%s): its config must tell the geometry", type(model).__name__, error)
+        return list(geometry_of(model.config))
+    layers: list[LayerGeometry | OwnLayer] = []
+    for index, layer in enumerate(cache.layers):
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor) and _is_paged(layer):
+            states = getattr(layer, "number_of_states", 0)
+            window = getattr(layer, "sliding_window", None) or 0
+            layers.append(LayerGeometry(keys.shape[1], keys.shape[3], values.shape[3], states, int(window)))
+        else:
+            layers.append(OwnLayer(type(layer).__name__, functools.partial(make_own, model.config, index)))
+    if not any(isinstance(layer, LayerGeometry) for layer in layers):
+        names = ", ".join(sorted({layer.name for layer in layers if isinstance(layer, OwnLayer)}))
+        raise ValueError(
+            f"{type(model).__name__} has nothing that hf_paged could page (its layers: {names or 'none'}): use the default "
+            "cache"
+        )
+    return layers
+
+
+def _is_paged(layer: Any) -> bool:
+    return type(layer) in PAGED_LAYERS or (HAS_HYBRID_LAYERS and type(layer).__name__ in HYBRID_LAYERS)
+
+
+@torch.no_grad()
+def measure(model: Any) -> Any:
+    """The default cache of `model` after one token; of an encoder-decoder model, the decoder's own."""
+    cache = DynamicCache(config=model.config)
+    token = torch.ones((1, 1), dtype=torch.long, device=model.device)
+    if not model.config.is_encoder_decoder:
+        model(input_ids=token, attention_mask=torch.ones_like(token), use_cache=True, **{CACHE_NAME: cache})
+        return cache
+    encoded = torch.zeros((1, 1, model.config.hidden_size), dtype=model.dtype, device=model.device)
+    both = EncoderDecoderCache(cache, DynamicCache(config=model.config))
+    inputs = dict(encoder_outputs=BaseModelOutput(last_hidden_state=encoded), decoder_input_ids=token)
+    model(**inputs, use_cache=True, **{CACHE_NAME: both})
+    return cache
+
+
+def make_own(config: Any, index: int) -> Any:
+    """A new layer of transformers' own for layer `index`."""
+    return DynamicCache(config=config).layers[index]
+
+
+def geometry_of(config: Any) -> list[LayerGeometry]:
+    """Geometry of every layer, from a transformers config (the text part of a composite one) alone."""
+    config = config.get_text_config(decoder=True)
+    layers = config.num_hidden_layers
+    types = getattr(config, "layer_types", None) or ["full_attention"] * layers
+    unknown = sorted(set(types) - set(PAGED_TYPES))
+    if unknown:
+        raise ValueError(
+            f"{type(config).__name__} has layers of type {', '.join(unknown)}, which keep other state than keys and values; "
+            f"hf_paged pages {', '.join(PAGED_TYPES)}"
+        )
+    heads = getattr(config, "num_attention_heads", None)
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if not heads or not kv_heads:
+        raise ValueError(
+            f"{type(config).__name__} names no attention heads, so there is nothing to page; if the model has keys and "
+            "values all the same, make the pool with PagePool([LayerGeometry(...), ...], num_blocks=...)"
+        )
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return [LayerGeometry(kv_heads, head_dim, head_dim)] * layers
