@@ -8,7 +8,6 @@ metadata only, and do nothing else in Python.
 from __future__ import annotations
 
 import ctypes
-import mmap
 import sys
 from ctypes import c_float, c_int, c_int64, c_void_p
 from typing import Any
@@ -36,6 +35,7 @@ _NO_SHARING = 1
 _NO_SPLIT = 2
 _SPLIT_ALWAYS = 4
 
+_HUGE_PAGE = 2**21  # bytes; whole ones only, so that a pool of which little is used stays small
 _MADV_HUGEPAGE = 14  # <sys/mman.h>; the mmap module has it from Python 3.13 on
 
 _ERRORS = {1: "data type", 2: "shape", 3: "not enough memory"}
@@ -101,9 +101,8 @@ def advise_huge_pages(tensor: torch.Tensor) -> bool:
     madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
     if madvise is None:
         return False
-    page = mmap.PAGESIZE
-    first = -(-tensor.data_ptr() // page) * page
-    last = (tensor.data_ptr() + tensor.nbytes) // page * page
+    first = -(-tensor.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
+    last = (tensor.data_ptr() + tensor.nbytes) // _HUGE_PAGE * _HUGE_PAGE
     return last > first and madvise(c_void_p(first), ctypes.c_size_t(last - first), _MADV_HUGEPAGE) == 0
 
 
