@@ -39,7 +39,8 @@ def paged_attention(
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     window = _native_window(query, key, attention_mask, causal, kwargs.get("sliding_window"))
     if window is None or dropout or kwargs.get("position_bias") is not None or kwargs.get("output_attentions"):
-        return _dense(module, query, key.dense(), value.dense(), attention_mask, dropout, scaling, causal, kwargs)
+        attention_mask = _without_left_tokens(query, key, attention_mask, causal)
+        return _dense(module, query, key.gathered(), value.gathered(), attention_mask, dropout, scaling, causal, kwargs)
 
     key.plan.attended += 1
     sinks = kwargs.get("s_aux")
@@ -74,8 +75,7 @@ def _only_chosen(indices: Tensor, mask: Tensor | None, q_length: int, width: int
     chosen = chosen.scatter_(-1, indices.long(), True)[:, None]  # [B, 1, q_length, width]
     if mask is None:
         return chosen & _causal_mask(q_length, width, chosen.device)
-    mask = mask.dense() if isinstance(mask, LazyTensor) else mask
-    return mask & chosen if mask.dtype == torch.bool else mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
+    return _hide(mask, ~chosen)
 
 
 def _causal_mask(q_length: int, width: int, device: torch.device) -> Tensor:
@@ -94,10 +94,41 @@ def _native_window(
     if query.shape[0] != plan.batch or query.shape[2] != plan.q_length:
         return None
     if mask is None:  # no padding; the model has left causality to the attention function
-        return sliding_window or 0 if causal else None
-    if not isinstance(mask, LazyMask) or mask.state is not key.state:
-        return None
-    return mask.window if mask.shape[2:] == (plan.q_length, plan.shape[1]) else None
+        window = sliding_window or 0 if causal else None
+    elif isinstance(mask, LazyMask) and mask.state is key.state and mask.shape[2:] == (plan.q_length, plan.shape[1]):
+        window = mask.window
+    else:
+        window = None
+    kept = _kept(key)
+    if window is not None and kept and not 0 < window <= kept:
+        # The model looks back further than its cache keeps: as in the default cache, what is gone is not seen.
+        if plan.q_length == 1:
+            return kept
+        return window if plan.longest_past < kept else None
+    return window
+
+
+def _kept(key: LazyKV) -> int:
+    """Tokens that the layer's cache keeps, 0: all."""
+    pool = key.state.pool
+    return pool.groups[pool.group_of[key.layer]].window
+
+
+def _without_left_tokens(query: Tensor, key: LazyKV, mask: Tensor | None, causal: bool) -> Tensor | None:
+    """The mask, with the tokens hidden that had left the window of the layer's cache before this pass."""
+    left = key.plan.left_window(query.device, _kept(key))
+    if left is None:
+        return mask
+    q_length, width = query.shape[2], key.shape[2]
+    if mask is None:
+        mask = _causal_mask(q_length, width, query.device) if causal else torch.ones_like(left)[:, None, None]
+    return _hide(mask, left[:, None, None])
+
+
+def _hide(mask: Tensor, hidden: Tensor) -> Tensor:
+    """A mask, bool or additive, with more positions hidden."""
+    mask = mask.dense() if isinstance(mask, LazyTensor) else mask
+    return mask & ~hidden if mask.dtype == torch.bool else mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
 
 
 def _dense(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +20,18 @@ logger = logging.getLogger(__name__)
 
 PAGED_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 PAGED_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)  # these alone: their subclasses keep more than keys and values
+SLIDING_MASKS = ("create_sliding_window_causal_mask", "create_chunked_causal_mask", "create_masks_for_generate")
 HYBRID_LAYERS = ("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer")
+
+
+# Model types that would not give the default cache's tokens. Better refused than wrong.
+_UNKNOWN = "gives other tokens than with the default cache, for a reason not yet known"
+UNSUPPORTED = {
+    "blt": "makes a second cache of its own, which does not follow the rows of this one",
+    "inkling2_loop_text": _UNKNOWN,
+    "inkling2_text": _UNKNOWN,
+    "recurrent_gemma": "keeps its recurrent state in its modules, not in the cache, and starts it anew only without one",
+}
 
 
 class LayerGeometry(NamedTuple):
@@ -77,8 +90,11 @@ def layers_of(model: Any) -> list[LayerGeometry | OwnLayer]:
     model: no config tells it for every architecture (latent attention, heads that differ from layer to layer, layers that
     share their keys). Where the model cannot be run like that, the config has to do.
 
-    Raises `ValueError` where nothing can be paged, naming what there is.
+    Raises `ValueError` where nothing can be paged, naming what there is, and for the types in `UNSUPPORTED`.
     """
+    reason = UNSUPPORTED.get(model.config.model_type)
+    if reason:
+        raise ValueError(f"{type(model).__name__} is not supported: it {reason}. Use the default cache")
     try:
         cache = measure(model)
     except Exception as error:
@@ -119,6 +135,19 @@ def measure(model: Any) -> Any:
     inputs = dict(encoder_outputs=BaseModelOutput(last_hidden_state=encoded), decoder_input_ids=token)
     model(**inputs, use_cache=True, **{CACHE_NAME: both})
     return cache
+
+
+def makes_sliding_masks(model: Any) -> bool:
+    """Whether the code of `model` asks for masks that slide. Some models have a window in their config, and so in their
+    cache, but not in their masks."""
+    for module in {type(part).__module__ for part in model.modules()}:
+        try:
+            source = inspect.getsource(sys.modules[module])
+        except (KeyError, OSError, TypeError):
+            continue
+        if any(name in source for name in SLIDING_MASKS):
+            return True
+    return False
 
 
 def make_own(config: Any, index: int) -> Any:

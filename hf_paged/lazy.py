@@ -98,7 +98,18 @@ class LazyKV(LazyTensor):
         return self._state_version == self.state.version and not self.state.tables.abandoned
 
     def make(self) -> Tensor:
-        """Gather the tokens to their padded positions; pads are zero."""
+        """See `gathered`. Raises `RuntimeError` where the reader's mask would show it tokens that are gone."""
+        pool = self.state.pool
+        window = pool.groups[pool.group_of[self.layer]].window
+        if not pool.masks_slide and self.plan.left_window(self.blocks.device, window) is not None:
+            raise RuntimeError(
+                f"layer {self.layer} keeps a window of {window} tokens, but this model's masks show all of them: run it with "
+                'attn_implementation="paged", which hides what is gone'
+            )
+        return self.gathered()
+
+    def gathered(self) -> Tensor:
+        """The tokens at their padded positions; pads, and tokens that left the window, are zero."""
         if not self.current:
             raise RuntimeError(
                 f"these keys or values of layer {self.layer} were read after their PagedCache had changed or was dropped: read "

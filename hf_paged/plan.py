@@ -66,11 +66,17 @@ class StepPlan:
         self._tables = [tables.table[:, :columns].copy() for tables in groups]
         self._starts = [tables.starts for tables in groups]
         self._lengths = groups[0].lengths.astype(np.int32)
+        self._past = groups[0].lengths - counts
         self._cu_seqlens_q = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         self._real = real
         self._block_size = groups[0].manager.block_size
         self._on_device: dict[tuple[torch.device, int], DevicePlan] = {}
         self._dense_index: dict[tuple[torch.device, int], tuple[Tensor, Tensor | None]] = {}
+
+    @property
+    def longest_past(self) -> int:
+        """Tokens that the longest row held before this pass."""
+        return int(self._past.max(initial=0))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -112,3 +118,11 @@ class StepPlan:
                 torch.from_numpy(empty).to(device) if empty.any() else None,
             )
         return self._dense_index[device, group]
+
+    def left_window(self, device: torch.device, window: int) -> Tensor | None:
+        """For the dense view: which positions hold tokens that had left a window before this pass, bool [B, width]. None
+        where there are none."""
+        if not window or self.longest_past < window:
+            return None
+        real = np.ones((self.rows, self.width), bool) if self._real is None else self._real
+        return torch.from_numpy(np.cumsum(real, 1) - 1 < (self._past - window + 1)[:, None]).to(device)

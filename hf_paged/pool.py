@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import kernels
 from .blocks import BlockManager, Int32
-from .layout import LayerGeometry, OwnLayer, groups_of, layers_of
+from .layout import LayerGeometry, OwnLayer, groups_of, layers_of, makes_sliding_masks
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +83,7 @@ class PagePool:
         dims = [(layer.key_dim, layer.value_dim) for layer in self.geometry]
         self.kernel, self.kernel_reason = kernels.choose(kernel, self.device, dtype, dims)
         self.prefix_caching = prefix_caching
+        self.masks_slide = True  # whether masks hide what has left a window; see layout.makes_sliding_masks
         self._storage: list[LayerStorage | None] = [None] * len(self.layers)
         self._storage_lock = threading.Lock()
 
@@ -135,6 +136,7 @@ class PagePool:
             kernel=kernel,
             prefix_caching=prefix_caching,
         )
+        pool.masks_slide = not any(group.window for group in pool.groups) or makes_sliding_masks(model)
         logger.info("%r for %s: kernel %s", pool, type(model).__name__, pool.kernel_reason)
         return pool
 

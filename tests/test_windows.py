@@ -153,3 +153,23 @@ def test_shortage_over_all_groups_changes_nothing() -> None:
         feed(cache, torch.arange(9, 15)[None])
     assert before == ([tables.table.tolist() for tables in cache._state.groups], pool.manager.ref_counts.tolist())
     pool.check_integrity()
+
+
+@pytest.mark.parametrize("flags", [{}, dict(num_beams=3), dict(prefill_chunk_size=7)])
+def test_masks_that_look_back_further_than_the_cache(
+    flags: dict[str, Any], llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A config with a window, and a model that never asks for a sliding mask: what the default cache has dropped is not
+    seen, and what was given back is never read. Other attention would read it, and is told so."""
+    monkeypatch.setattr(llama.config, "sliding_window", 8, raising=False)
+    inputs = prompts([30, 13])
+    want = default(llama, inputs, max_new_tokens=20, **flags)
+    pool = make_pool(llama, 200)
+    assert [group.window for group in pool.groups] == [8] and not pool.masks_slide
+    assert torch.equal(want, paged(llama, inputs, pool, max_new_tokens=20, **flags))
+    llama.set_attn_implementation("sdpa")
+    with (
+        PagedCache(pool) as cache,
+        pytest.raises(RuntimeError, match=r"keeps a window of 8 tokens.*implementation=.paged"),
+    ):
+        llama.generate(**inputs, max_new_tokens=20, **flags, **{CACHE: cache})
