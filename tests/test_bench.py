@@ -46,7 +46,9 @@ def test_all_tasks(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
         "reorder",
     ]
     for row in results["results"]:
-        assert f"| {row['task']} |" in printed and row["default"] > 0
+        assert f"| {row['task']} |" in printed
+        if row["task"] not in tasks.STEPS:  # a difference of two times, which may be anything at this size
+            assert row["default"] > 0 and row["paged"] > 0
         if row["task"] in tasks.GENERATE:
             assert row["notes"]["tokens"] == "identical" and row["notes"]["kernel"] == "cpu"
             assert len(row["default_runs"]) == len(row["paged_runs"]) == 1
