@@ -99,7 +99,7 @@ def _native_window(
         window = mask.window
     else:
         window = None
-    kept = _kept(key)
+    kept = key.state.pool.window_of(key.layer)
     if window is not None and kept and not 0 < window <= kept:
         # The model looks back further than its cache keeps: as in the default cache, what is gone is not seen.
         if plan.q_length == 1:
@@ -108,15 +108,9 @@ def _native_window(
     return window
 
 
-def _kept(key: LazyKV) -> int:
-    """Tokens that the layer's cache keeps, 0: all."""
-    pool = key.state.pool
-    return pool.groups[pool.group_of[key.layer]].window
-
-
 def _without_left_tokens(query: Tensor, key: LazyKV, mask: Tensor | None, causal: bool) -> Tensor | None:
     """The mask, with the tokens hidden that had left the window of the layer's cache before this pass."""
-    left = key.plan.left_window(query.device, _kept(key))
+    left = key.plan.left_window(query.device, key.state.pool.window_of(key.layer))
     if left is None:
         return mask
     q_length, width = query.shape[2], key.shape[2]

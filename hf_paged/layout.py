@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import logging
@@ -100,6 +101,7 @@ def layers_of(model: Any) -> list[LayerGeometry | OwnLayer]:
     except Exception as error:
         logger.info("%s does not run on one token (%s): its config must tell the geometry", type(model).__name__, error)
         return list(geometry_of(model.config))
+    fresh = DynamicCache(config=model.config).layers
     layers: list[LayerGeometry | OwnLayer] = []
     for index, layer in enumerate(cache.layers):
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
@@ -108,7 +110,7 @@ def layers_of(model: Any) -> list[LayerGeometry | OwnLayer]:
             window = getattr(layer, "sliding_window", None) or 0
             layers.append(LayerGeometry(keys.shape[1], keys.shape[3], values.shape[3], states, int(window)))
         else:
-            layers.append(OwnLayer(type(layer).__name__, functools.partial(make_own, model.config, index)))
+            layers.append(OwnLayer(type(layer).__name__, functools.partial(copy.deepcopy, fresh[index])))
     if not any(isinstance(layer, LayerGeometry) for layer in layers):
         names = ", ".join(sorted({layer.name for layer in layers if isinstance(layer, OwnLayer)}))
         raise ValueError(
@@ -148,11 +150,6 @@ def makes_sliding_masks(model: Any) -> bool:
         if any(name in source for name in SLIDING_MASKS):
             return True
     return False
-
-
-def make_own(config: Any, index: int) -> Any:
-    """A new layer of transformers' own for layer `index`."""
-    return DynamicCache(config=config).layers[index]
 
 
 def geometry_of(config: Any) -> list[LayerGeometry]:

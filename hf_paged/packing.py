@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .blocks import PoolExhausted
 from .layout import LayerGeometry
-from .plan import PackedRead
+from .plan import Bool, PackedRead
 from .state import CacheState
 
 if TYPE_CHECKING:
@@ -30,37 +30,38 @@ _padded_only: weakref.WeakSet[type] = weakref.WeakSet()  # classes of models tha
 _ALLOWED = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache", "past_key_values"}
 
 
-def packable(model: Any, new_ids: Tensor, model_kwargs: dict[str, Any], state: CacheState) -> bool:
-    """Whether this prefill may and should run packed: there are pads to save, every row ends in a real token, and nothing
-    is asked for but the logits of each row's last token."""
+def asked_for(model_kwargs: dict[str, Any]) -> set[str]:
+    """The arguments that say something."""
+    return {name for name, value in model_kwargs.items() if value is not None and value is not False}
+
+
+def packable(model: Any, new_ids: Tensor, model_kwargs: dict[str, Any], state: CacheState) -> Bool | None:
+    """Which of `new_ids` are real, bool [B, q_length], where this prefill may and should run packed: there are pads to save,
+    every row ends in a real token, and nothing is asked for but the logits of each row's last token. None otherwise."""
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     if mask is None or positions is None or type(model) in _padded_only:
-        return False
+        return None
     if any(
         layer.states if isinstance(layer, LayerGeometry) else layer.name != "DummyLayer" for layer in state.pool.layers
     ):
-        return False  # a layer that is not paged keeps a state per row
+        return None  # a layer that is not paged keeps a state per row
     if (
         model.config._attn_implementation != "paged"
         or "position_ids" not in inspect.signature(model.forward).parameters
     ):
-        return False
-    asked = {name for name, value in model_kwargs.items() if value is not None and value is not False}
-    if not asked <= _ALLOWED or model_kwargs.get("logits_to_keep", 1) != 1:
-        return False
+        return None
+    if not asked_for(model_kwargs) <= _ALLOWED or model_kwargs.get("logits_to_keep", 1) != 1:
+        return None
     if mask.shape[1] != state.width + new_ids.shape[1] or positions.shape[0] != len(new_ids):
-        return False
-    return state.ragged(mask, new_ids.shape[1]) is not None
+        return None
+    return state.ragged(mask, new_ids.shape[1])
 
 
-def prefill(model: Any, new_ids: Tensor, model_kwargs: dict[str, Any], cache: PagedCache) -> Any | None:
-    """Run a packed forward pass over `new_ids` [B, q_length], left-padded, of which `model_kwargs["attention_mask"]` tells
-    the real ones. Returns the model's output with logits [B, 1, vocabulary], or None where the model cannot be run so;
+def prefill(model: Any, new_ids: Tensor, new: Bool, model_kwargs: dict[str, Any], cache: PagedCache) -> Any | None:
+    """Run a packed forward pass over `new_ids` [B, q_length], of which `new`, from `packable`, tells the real ones. Returns the model's output with logits [B, 1, vocabulary], or None where the model cannot be run so;
     the cache is as before then. Raises `PoolExhausted`."""
     state, width = cache._state, cache.get_seq_length()
     q_length = new_ids.shape[1]
-    new = state.ragged(model_kwargs["attention_mask"], q_length)
-    assert new is not None
     source = torch.from_numpy(np.flatnonzero(new)).to(new_ids.device)  # [T]
     last = torch.from_numpy(np.cumsum(new.sum(1)) - 1).to(new_ids.device)  # [B]
     kwargs = {

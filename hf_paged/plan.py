@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -72,6 +73,7 @@ class StepPlan:
         self._block_size = groups[0].manager.block_size
         self._on_device: dict[tuple[torch.device, int], DevicePlan] = {}
         self._dense_index: dict[tuple[torch.device, int], tuple[Tensor, Tensor | None]] = {}
+        self._left_window: dict[tuple[torch.device, int], Tensor] = {}
 
     @property
     def longest_past(self) -> int:
@@ -102,11 +104,8 @@ class StepPlan:
         if self.packed:
             raise PackedRead("keys and values were read outside the kernels in a packed forward pass")
         if (device, group) not in self._dense_index:
-            rows, width, starts = self.rows, self.width, self._starts[group]
-            if self._real is None:
-                token = np.broadcast_to(np.arange(width), (rows, width))
-            else:
-                token = np.maximum(np.cumsum(self._real, 1) - 1, 0)
+            rows, starts = self.rows, self._starts[group]
+            token = np.maximum(self._token, 0)
             gone = token < starts[:, None] * self._block_size
             empty = gone if self._real is None else gone | ~self._real
             block, offset = token // self._block_size, token % self._block_size
@@ -124,5 +123,15 @@ class StepPlan:
         where there are none."""
         if not window or self.longest_past < window:
             return None
-        real = np.ones((self.rows, self.width), bool) if self._real is None else self._real
-        return torch.from_numpy(np.cumsum(real, 1) - 1 < (self._past - window + 1)[:, None]).to(device)
+        if (device, window) not in self._left_window:
+            left = self._token < (self._past - window + 1)[:, None]
+            self._left_window[device, window] = torch.from_numpy(left).to(device)
+        return self._left_window[device, window]
+
+    @functools.cached_property
+    def _token(self) -> Int64:
+        """Which of its row's tokens stands at each padded position, int64 [B, width]; at a pad, the one before, or -1."""
+        if self._real is None:
+            return np.broadcast_to(np.arange(self.width), (self.rows, self.width))
+        token: Int64 = np.cumsum(self._real, 1) - 1
+        return token

@@ -19,7 +19,7 @@ from transformers.generation import GenerationMixin
 
 from hf_paged.cache import PagedCache
 
-from .prefill import CACHE_NAMES, covers_everything, leave_one_token
+from .prefill import cache_in, covers_everything, leave_one_token
 
 TITLE = "assisted decoding from a filled cache"
 
@@ -36,7 +36,7 @@ def apply() -> str | None:
 
     @functools.wraps(upstream)
     def _assisted_decoding(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        cache = next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
+        cache = cache_in(kwargs)
         if not isinstance(cache, PagedCache) or not cache.get_seq_length():
             return upstream(self, input_ids, *args, **kwargs)
         generation_config = kwargs["generation_config"]
@@ -44,7 +44,7 @@ def apply() -> str | None:
         whole, prepare = covers_everything(input_ids, generation_config, kwargs), self.prepare_inputs_for_generation
 
         def sliced(ids: Tensor, next_sequence_length: int | None = None, **inputs: Any) -> Any:
-            if whole and next_sequence_length is None and any(inputs.get(name) is cache for name in CACHE_NAMES):
+            if whole and next_sequence_length is None and cache_in(inputs) is cache:
                 next_sequence_length = ids.shape[1] - cache.get_seq_length()
             return prepare(ids, next_sequence_length=next_sequence_length, **inputs)
 

@@ -28,9 +28,9 @@ from hf_paged.cache import PagedCache
 TITLE = "sharing of equal prompts"
 PARAMETERS = ["self", "input_ids", "generation_config", "model_kwargs"]
 CACHE_NAMES = ("cache", "past_key_values")
+MIN_CHUNK = 256  # tokens; a smaller chunk would cost the rest of the model more than it saves
 # Arguments that are known to act on each row alone, and to be [B, ...] or the same for all rows. With any other one
 # present, rows of equal tokens may still differ, and nothing is shared.
-MIN_CHUNK = 256  # tokens; a smaller chunk would cost the rest of the model more than it saves
 ROW_WISE = {"attention_mask", "position_ids", "token_type_ids"}
 SAME_FOR_ALL = {"use_cache", "logits_to_keep", "output_attentions", "output_hidden_states", "return_dict"}
 
@@ -51,12 +51,17 @@ def apply() -> str | None:
     return None
 
 
+def cache_in(arguments: dict[str, Any]) -> Any:
+    """The cache among the arguments of a call, None if there is none."""
+    return next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
+
+
 def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(upstream)
     def _prefill(
         self: Any, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        cache = next((model_kwargs[name] for name in CACHE_NAMES if model_kwargs.get(name) is not None), None)
+        cache = cache_in(model_kwargs)
         if not isinstance(cache, PagedCache):
             return upstream(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
         leave_one_token(input_ids, generation_config, model_kwargs, cache)
@@ -102,9 +107,10 @@ def _run_packed(
     """Prefill without pads. None where that is not possible or would save nothing."""
     whole = covers_everything(input_ids, generation_config, model_kwargs)
     new_ids = input_ids[:, cache.get_seq_length() :] if whole else input_ids
-    if new_ids.dim() != 2 or not packing.packable(model, new_ids, model_kwargs, cache._state):
+    if new_ids.dim() != 2:
         return None
-    return packing.prefill(model, new_ids, model_kwargs, cache)
+    new = packing.packable(model, new_ids, model_kwargs, cache._state)
+    return None if new is None else packing.prefill(model, new_ids, new, model_kwargs, cache)
 
 
 @contextlib.contextmanager
@@ -115,12 +121,11 @@ def _chunks_for_windows(
     nothing but the last logits is asked for."""
     window = max(group.window for group in cache.pool.groups)
     chunk = max(window, MIN_CHUNK)
-    asked = {name for name, value in model_kwargs.items() if value is not None and value is not False}
     if (
         not window
         or generation_config.prefill_chunk_size is not None
         or input_ids.shape[1] - cache.get_seq_length() < 2 * chunk
-        or not asked <= ROW_WISE | {"use_cache", "logits_to_keep", *CACHE_NAMES}
+        or not packing.asked_for(model_kwargs) <= ROW_WISE | {"use_cache", "logits_to_keep", *CACHE_NAMES}
     ):
         yield
         return

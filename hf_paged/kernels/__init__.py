@@ -7,7 +7,7 @@
 | `q`            | `[T, H_q, D_k]`                             | queries of all rows, row after row                        |
 | `k_pool`       | `[num_blocks, block_size, H_kv, D_k]`       | keys; `H_q` is a multiple of `H_kv`                       |
 | `v_pool`       | `[num_blocks, block_size, H_kv, D_v]`       | values                                                    |
-| `block_table`  | `[B, M]` int32                              | frames of each row; undefined beyond its last block       |
+| `block_table`  | `[B, M]` int32                              | frames of each row; undefined outside the blocks it sees  |
 | `seq_lens`     | `[B]` int32                                 | tokens stored per row, the new ones included              |
 | `cu_seqlens_q` | `[B + 1]` int32                             | row `b` has the queries `cu[b] : cu[b + 1]`               |
 | `scale`        | float                                       | factor on the scores                                      |
