@@ -58,8 +58,11 @@ def packable(model: Any, new_ids: Tensor, model_kwargs: dict[str, Any], state: C
 
 
 def prefill(model: Any, new_ids: Tensor, new: Bool, model_kwargs: dict[str, Any], cache: PagedCache) -> Any | None:
-    """Run a packed forward pass over `new_ids` [B, q_length], of which `new`, from `packable`, tells the real ones. Returns the model's output with logits [B, 1, vocabulary], or None where the model cannot be run so;
-    the cache is as before then. Raises `PoolExhausted`."""
+    """Run a packed forward pass over `new_ids` [B, q_length], of which `new`, from `packable`, tells the real ones.
+
+    Returns the model's output with logits [B, 1, vocabulary], or None where the model cannot be run so; the cache is as
+    before then. Raises `PoolExhausted`.
+    """
     state, width = cache._state, cache.get_seq_length()
     q_length = new_ids.shape[1]
     source = torch.from_numpy(np.flatnonzero(new)).to(new_ids.device)  # [T]
