@@ -42,7 +42,7 @@ def paged_attention(
         attention_mask = _without_left_tokens(query, key, attention_mask, causal)
         return _dense(module, query, key.gathered(), value.gathered(), attention_mask, dropout, scaling, causal, kwargs)
 
-    key.plan.attended += 1
+    key.plan.attended.add(key.layer)
     sinks = kwargs.get("s_aux")
     pool = key.state.pool
     plan = key.plan.on(query.device, pool.group_of[key.layer])

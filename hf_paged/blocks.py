@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -25,7 +25,8 @@ UNUSED = -1  # what a block table holds beyond the last block of a row
 
 
 class PoolExhausted(MemoryError):
-    """More blocks were asked for than are free. Nothing has changed: not the tables, not the counts, not the contents.
+    """More blocks were asked for than are free, or could be. Nothing has changed: not the tables, not the counts, not the
+    contents.
 
     Attributes: `needed`, `free`, `used` and `num_blocks`, all in blocks.
     """
@@ -54,40 +55,83 @@ class Append(NamedTuple):
     copy_to: Int32  # [C] ... and where to, the whole frame each
 
 
+class Holder(Protocol):
+    """What may hold frames: the rows of a cache, the prefix index."""
+
+    def held_frames(self) -> Int32:
+        """Every frame it holds, as often as it counts in that frame's reference count."""
+
+
+class Owner(Protocol):
+    """What gives frames back when it goes."""
+
+    abandoned: bool
+
+    def free(self) -> None:
+        """Give every frame back. Safe to call twice."""
+
+
+class Reserve(Protocol):
+    """What holds frames that it can do without."""
+
+    held: NDArray[np.bool_]  # [max_blocks]
+
+    def give_back(self, count: int) -> None:
+        """Free `count` of the frames that nobody else holds; there are as many."""
+
+
 class BlockManager:
     """Owns `num_blocks` frames: who is free, and how many rows hold each of the others.
 
-    All methods take the lock, so several `BlockTables` may draw on one manager from several threads.
+    All methods take the lock, so several `BlockTables` may draw on one manager from several threads. With `max_blocks` it
+    grows up to that number when nothing else is left. `reserve` is asked for frames first.
     """
 
-    def __init__(self, num_blocks: int, block_size: int):
+    def __init__(self, num_blocks: int, block_size: int, max_blocks: int | None = None):
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"num_blocks={num_blocks} and block_size={block_size} must both be at least 1")
-        if num_blocks > np.iinfo(np.int32).max:
-            raise ValueError(f"num_blocks={num_blocks} does not fit the int32 of a block table: use larger blocks")
+        max_blocks = num_blocks if max_blocks is None else max_blocks
+        if max_blocks < num_blocks:
+            raise ValueError(f"max_blocks={max_blocks} is less than num_blocks={num_blocks}, what the pool starts with")
+        if max_blocks > np.iinfo(np.int32).max:
+            raise ValueError(f"num_blocks={max_blocks} does not fit the int32 of a block table: use larger blocks")
         self.num_blocks = num_blocks
+        self.max_blocks = max_blocks
         self.block_size = block_size
-        self.ref_counts: Int32 = np.zeros(num_blocks, np.int32)
+        self.ref_counts: Int32 = np.zeros(max_blocks, np.int32)
         # A stack: frames that were given back last, and so are warm, are handed out first. Lowest ids on top at start.
-        self._free: Int32 = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
+        self._free: Int32 = np.empty(max_blocks, np.int32)
+        self._free[:num_blocks] = np.arange(num_blocks - 1, -1, -1)
         self.num_free = num_blocks
         self.peak_used = 0
         self.cow_copies = 0
         self.lock = threading.RLock()
-        self._tables: weakref.WeakSet[BlockTables] = weakref.WeakSet()
+        self.reserve: Reserve | None = None
+        self._holders: weakref.WeakSet[Holder] = weakref.WeakSet()
         # Garbage collection may run at any line, also while the lock is held and the counts are half changed. So a
-        # dying cache only leaves its tables here, and the next operation frees them.
-        self._abandoned: deque[BlockTables] = deque()
+        # dying cache only leaves its rows here, and the next operation frees them.
+        self._abandoned: deque[Owner] = deque()
+
+    @property
+    def num_reserved(self) -> int:
+        """Frames that no live row holds, but the reserve."""
+        return 0 if self.reserve is None else int(np.count_nonzero(self.reserve.held & (self.ref_counts == 1)))
 
     @property
     def num_used(self) -> int:
         """Frames held by at least one live row."""
-        return self.num_blocks - self.num_free
+        return self.num_blocks - self.num_free - self.num_reserved
 
     @property
     def num_shared(self) -> int:
         """Frames held by more than one live row."""
-        return int(np.count_nonzero(self.ref_counts > 1))
+        rows = self.ref_counts if self.reserve is None else self.ref_counts - self.reserve.held
+        return int(np.count_nonzero(rows > 1))
+
+    def add_holder(self, holder: Holder) -> None:
+        """Let `check_integrity` know of one more that holds frames."""
+        with self.lock:
+            self._holders.add(holder)
 
     def blocks_for(self, lengths: Int64) -> Int64:
         """Number of blocks that rows of these lengths (tokens) take."""
@@ -105,11 +149,29 @@ class BlockManager:
             return taken
 
     def require(self, count: int) -> None:
-        """Raise `PoolExhausted` unless `count` frames are free."""
+        """See to it that `count` frames are free: by taking them from the reserve, then by growing. Raises `PoolExhausted`
+        where both together do not suffice, with nothing changed."""
         with self.lock:
             self.collect()
-            if count > self.num_free:
-                raise PoolExhausted(count, self.num_free, self.num_used, self.num_blocks)
+            if count <= self.num_free:
+                return
+            reserved = self.num_reserved
+            lacking = count - self.num_free - reserved
+            if lacking > self.max_blocks - self.num_blocks:
+                raise PoolExhausted(count, self.num_free + reserved, self.num_used, self.num_blocks)
+            if self.reserve is not None:
+                self.reserve.give_back(min(count - self.num_free, reserved))
+            if lacking > 0:
+                self._grow(lacking)
+
+    def _grow(self, count: int) -> None:
+        """Add `count` free frames, and some in advance, as far as `max_blocks` goes."""
+        size = min(self.num_blocks + max(count, self.num_blocks // 4), self.max_blocks)
+        new = np.arange(size - 1, self.num_blocks - 1, -1)
+        self._free[len(new) : len(new) + self.num_free] = self._free[: self.num_free].copy()
+        self._free[: len(new)] = new
+        self.num_free += len(new)
+        self.num_blocks = size
 
     def add_references(self, frames: Int32, change: ArrayLike) -> None:
         """Add `change` (one number, or one per frame) to the counts of `frames`, which may repeat. A frame whose count
@@ -120,37 +182,37 @@ class BlockManager:
             self._free[self.num_free : self.num_free + len(freed)] = freed[::-1]
             self.num_free += len(freed)
 
-    def abandon(self, tables: BlockTables) -> None:
-        """Free `tables` at the next operation. Takes no lock and is safe inside garbage collection."""
-        tables.abandoned = True
-        self._abandoned.append(tables)
+    def abandon(self, owner: Owner) -> None:
+        """Call `owner.free()` at the next operation. Takes no lock and is safe inside garbage collection."""
+        owner.abandoned = True
+        self._abandoned.append(owner)
 
     def collect(self) -> None:
         """Free what was abandoned."""
         while self._abandoned:
             try:
-                tables = self._abandoned.popleft()
+                owner = self._abandoned.popleft()
             except IndexError:  # another thread was faster
                 return
-            tables.free()
+            owner.free()
 
     def check_integrity(self) -> None:
-        """Recompute every count from the live block tables. Raises `IntegrityError` at the first contradiction."""
+        """Recompute every count from those who hold frames. Raises `IntegrityError` at the first contradiction."""
         with self.lock:
             self.collect()
-            expected = np.zeros(self.num_blocks, np.int64)
-            for tables in list(self._tables):
-                np.add.at(expected, tables.held_frames(), 1)
+            expected = np.zeros(self.max_blocks, np.int64)
+            for holder in list(self._holders):
+                np.add.at(expected, holder.held_frames(), 1)
             wrong = np.flatnonzero(expected != self.ref_counts)
             if len(wrong):
                 frame = int(wrong[0])
                 raise IntegrityError(
-                    f"frame {frame} counts {self.ref_counts[frame]} rows, but {expected[frame]} hold it"
+                    f"frame {frame} counts {self.ref_counts[frame]} holders, but {expected[frame]} hold it"
                 )
             free = np.sort(self._free[: self.num_free])
-            if not np.array_equal(free, np.flatnonzero(expected == 0)):
+            if not np.array_equal(free, np.flatnonzero(expected[: self.num_blocks] == 0)):
                 raise IntegrityError(
-                    f"the free list ({self.num_free} frames) is not the set of frames that no row holds"
+                    f"the free list ({self.num_free} frames) is not the set of frames that nobody holds"
                 )
 
 
@@ -169,8 +231,7 @@ class BlockTables:
         self.lengths: Int64 = np.empty(0, np.int64)
         self.starts: Int64 = np.empty(0, np.int64)
         self.abandoned = False
-        with manager.lock:
-            manager._tables.add(self)
+        manager.add_holder(self)
 
     @property
     def num_rows(self) -> int:
@@ -196,6 +257,14 @@ class BlockTables:
             self.table = table
             self.lengths = np.concatenate([self.lengths, np.zeros(count, np.int64)])
             self.starts = np.concatenate([self.starts, np.zeros(count, np.int64)])
+
+    def adopt(self, row: int, frames: Int32, start: int, length: int) -> None:
+        """Let an empty row hold `length` tokens in `frames`, its blocks from block `start` on, which others hold too."""
+        with self.manager.lock:
+            self._reserve(start + len(frames))
+            self.table[row, start : start + len(frames)] = frames
+            self.lengths[row], self.starts[row] = length, start
+            self.manager.add_references(frames, 1)
 
     def append(self, counts: ArrayLike) -> Append:
         """Make room for `counts[b]` further tokens in each row `b`, and say where they go.

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from .blocks import BlockTables
+from .blocks import Int64
 from .compat import CROP_TO_LENGTH, LinearAttentionLayer, query_length
 from .kernels import WRITERS
 from .layout import LayerGeometry, OwnLayer
 from .lazy import LazyKV
-from .plan import StepPlan
+from .plan import Bool, StepPlan
 from .pool import PagePool
+from .prefix import Match
 from .state import CacheState, Width
 
 
@@ -79,7 +80,7 @@ class PagedLayer(CacheLayerMixin):
                 "failed half way, start over with cache.reset()"
             )
         self.width = plan.width
-        plan.updates += 1
+        plan.written.add(self.index)
         on_device = plan.on(key_states.device, state.pool.group_of[self.index])
         if key_states.stride(-1) != 1 or value_states.stride(-1) != 1:
             key_states, value_states = key_states.contiguous(), value_states.contiguous()
@@ -159,22 +160,23 @@ class PagedCache(Cache):
     `cache=` in newer releases of transformers) and for plain forward passes.
 
     Forks, beams and samples share blocks and copy one on write. Blocks come back on `release()`, at the end of a
-    `with` block, or when nobody holds the cache any more.
+    `with` block, or when nobody holds the cache any more. Caches of another `salt` share no prefixes with this one.
     """
 
-    def __init__(self, pool: PagePool):
+    def __init__(self, pool: PagePool, *, salt: str = ""):
         if not isinstance(pool, PagePool):
             raise TypeError(
                 f"PagedCache needs a PagePool, got {type(pool).__name__}: make one with PagePool.for_model(model)"
             )
-        self._attach(CacheState(pool))
+        self._attach(CacheState(pool), salt)
 
-    def _attach(self, state: CacheState) -> None:
+    def _attach(self, state: CacheState, salt: str) -> None:
         self._state = state
+        self.salt = salt
         layers = [_make_layer(state, index, spec) for index, spec in enumerate(state.pool.layers)]
         super().__init__(layers=layers)
-        # Bound to the tables only: a finalizer that held the cache would keep it alive.
-        self._finalizer = weakref.finalize(self, _abandon, state.groups)
+        # Bound to the state only: a finalizer that held the cache would keep it alive.
+        self._finalizer = weakref.finalize(self, state.pool.manager.abandon, state)
 
     @property
     def _paged(self) -> list[PagedLayer]:
@@ -220,7 +222,7 @@ class PagedCache(Cache):
         if repeats < 1:
             raise ValueError(f"repeats={repeats} must be at least 1")
         twin = type(self).__new__(type(self))
-        twin._attach(self._state.fork(repeats))
+        twin._attach(self._state.fork(repeats), self.salt)
         for mine, theirs in zip(self._paged, twin._paged):
             theirs.width = mine.width
         rows = torch.arange(self._state.tables.num_rows).repeat_interleave(repeats)
@@ -274,6 +276,12 @@ class PagedCache(Cache):
         for layer in self._stateful:
             layer.crop(int(tokens_to_remove))
         self.rewind(self._state.width + int(tokens_to_remove))
+
+    def adopt(self, matches: list[Match], lengths: Int64, width: int, real: Bool | None) -> None:
+        """See `CacheState.adopt`."""
+        self._state.adopt(matches, lengths, width, real)
+        for layer in self._paged:
+            layer.width = width
 
     def rewind(self, width: int) -> None:
         """Keep the first `width` padded positions, at most what there are, also after a forward pass that failed half way.
@@ -339,8 +347,3 @@ def _make_layer(state: CacheState, index: int, spec: LayerGeometry | OwnLayer) -
     if isinstance(spec, OwnLayer):
         return spec.make()
     return PagedHybridLayer(state, index, spec.states) if spec.states else PagedLayer(state, index)
-
-
-def _abandon(groups: list[BlockTables]) -> None:
-    for tables in groups:
-        tables.manager.abandon(tables)

@@ -95,7 +95,7 @@ class LazyKV(LazyTensor):
     @property
     def current(self) -> bool:
         """Whether the cache still exists and is what it was when this handle was made."""
-        return self._state_version == self.state.version and not self.state.tables.abandoned
+        return self._state_version == self.state.version and not self.state.abandoned
 
     def make(self) -> Tensor:
         """See `gathered`. Raises `RuntimeError` where the reader's mask would show it tokens that are gone."""

@@ -19,7 +19,8 @@ from torch import Tensor
 from .blocks import PoolExhausted
 from .layout import LayerGeometry
 from .plan import Bool, PackedRead
-from .state import CacheState
+from .pool import PagePool
+from .state import CacheState, Packing
 
 if TYPE_CHECKING:
     from .cache import PagedCache
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _padded_only: weakref.WeakSet[type] = weakref.WeakSet()  # classes of models that cannot be run packed
-_ALLOWED = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache", "past_key_values"}
+ALLOWED = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache", "past_key_values"}
 
 
 def asked_for(model_kwargs: dict[str, Any]) -> set[str]:
@@ -35,35 +36,40 @@ def asked_for(model_kwargs: dict[str, Any]) -> set[str]:
     return {name for name, value in model_kwargs.items() if value is not None and value is not False}
 
 
+def keeps_only_blocks(pool: PagePool) -> bool:
+    """Whether no layer keeps a state per row beside its keys and values."""
+    return not any(
+        layer.states if isinstance(layer, LayerGeometry) else layer.name != "DummyLayer" for layer in pool.layers
+    )
+
+
 def packable(model: Any, new_ids: Tensor, model_kwargs: dict[str, Any], state: CacheState) -> Bool | None:
-    """Which of `new_ids` are real, bool [B, q_length], where this prefill may and should run packed: there are pads to save,
-    every row ends in a real token, and nothing is asked for but the logits of each row's last token. None otherwise."""
+    """Which of `new_ids` are real, bool [B, q_length], where this prefill may run packed: every row ends in a real token, and
+    nothing is asked for but the logits of each row's last token. None otherwise."""
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-    if mask is None or positions is None or type(model) in _padded_only:
+    if positions is None or type(model) in _padded_only or not keeps_only_blocks(state.pool):
         return None
-    if any(
-        layer.states if isinstance(layer, LayerGeometry) else layer.name != "DummyLayer" for layer in state.pool.layers
-    ):
-        return None  # a layer that is not paged keeps a state per row
     if (
         model.config._attn_implementation != "paged"
         or "position_ids" not in inspect.signature(model.forward).parameters
     ):
         return None
-    if not asked_for(model_kwargs) <= _ALLOWED or model_kwargs.get("logits_to_keep", 1) != 1:
+    if not asked_for(model_kwargs) <= ALLOWED or model_kwargs.get("logits_to_keep", 1) != 1:
         return None
-    if mask.shape[1] != state.width + new_ids.shape[1] or positions.shape[0] != len(new_ids):
+    if positions.shape[0] != len(new_ids):
         return None
-    return state.ragged(mask, new_ids.shape[1])
+    if mask is not None and mask.shape[1] != state.width + new_ids.shape[1]:
+        return None
+    return state.ragged(mask, *new_ids.shape)
 
 
-def prefill(model: Any, new_ids: Tensor, new: Bool, model_kwargs: dict[str, Any], cache: PagedCache) -> Any | None:
-    """Run a packed forward pass over `new_ids` [B, q_length], of which `new`, from `packable`, tells the real ones.
+def prefill(model: Any, new_ids: Tensor, pack: Packing, model_kwargs: dict[str, Any], cache: PagedCache) -> Any | None:
+    """Run a packed forward pass over those of `new_ids` [B, q_length] that `pack` calls new.
 
     Returns the model's output with logits [B, 1, vocabulary], or None where the model cannot be run so; the cache is as
     before then. Raises `PoolExhausted`.
     """
-    state, width = cache._state, cache.get_seq_length()
+    state, width, new = cache._state, cache.get_seq_length(), pack.new
     q_length = new_ids.shape[1]
     source = torch.from_numpy(np.flatnonzero(new)).to(new_ids.device)  # [T]
     last = torch.from_numpy(np.cumsum(new.sum(1)) - 1).to(new_ids.device)  # [B]
@@ -74,14 +80,14 @@ def prefill(model: Any, new_ids: Tensor, new: Bool, model_kwargs: dict[str, Any]
     }
     if "logits_to_keep" in kwargs:
         kwargs["logits_to_keep"] = last
-    state.packing = new
+    state.packing = pack
     try:
         inputs = model.prepare_inputs_for_generation(
             new_ids.reshape(1, -1)[:, source], is_first_iteration=True, **kwargs
         )
         outputs = model(**inputs, return_dict=True)
         plan = state.plan
-        if plan is None or not plan.updates or plan.attended != plan.updates:
+        if plan is None or not plan.written or not plan.written <= plan.attended:
             raise PackedRead("some layer's keys were not read by a kernel")
     except PoolExhausted:
         raise

@@ -38,7 +38,7 @@ class StepPlan:
         batch, q_length: the shape of the pass: `rows` and `width - start`; 1 and all new tokens of all rows when packed.
         packed: the rows stand one after the other in a batch of 1, without pads.
         native: whether plain causality over the stored tokens is what the caller expects; else the exact dense mask.
-        updates, attended: how many layers have written, and how many of them a kernel has read.
+        written, attended: the layers that have written, and those that a kernel has read.
     """
 
     def __init__(
@@ -59,7 +59,8 @@ class StepPlan:
         counts = np.full(rows, q_length) if new is None else new.sum(1)
         self.start, self.width, self.native, self.packed = start, start + q_length, native, packed
         self.batch, self.q_length = (1, int(counts.sum())) if packed else (rows, q_length)
-        self.updates = self.attended = 0
+        self.written: set[int] = set()
+        self.attended: set[int] = set()
         self._slots = slots
         self._source = None if new is None or packed else np.flatnonzero(new)
         # The tables live on and change with the next step, the plan does not.
@@ -74,6 +75,10 @@ class StepPlan:
         self._on_device: dict[tuple[torch.device, int], DevicePlan] = {}
         self._dense_index: dict[tuple[torch.device, int], tuple[Tensor, Tensor | None]] = {}
         self._left_window: dict[tuple[torch.device, int], Tensor] = {}
+
+    def served(self, layers: int) -> bool:
+        """Whether all of so many layers have written, and a kernel has read every one of them."""
+        return len(self.written) == layers and self.written <= self.attended
 
     @property
     def longest_past(self) -> int:

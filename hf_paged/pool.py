@@ -15,6 +15,7 @@ from torch import Tensor
 from . import kernels
 from .blocks import BlockManager, Int32
 from .layout import LayerGeometry, OwnLayer, groups_of, layers_of, makes_sliding_masks
+from .prefix import PrefixIndex
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +25,8 @@ DEFAULT_BLOCK_SIZE = 16
 class LayerStorage(NamedTuple):
     """Keys and values of one layer, on that layer's device. A slot that no row uses may hold anything, also NaN."""
 
-    keys: Tensor  # [num_blocks, block_size, H_kv, D_k]
-    values: Tensor  # [num_blocks, block_size, H_kv, D_v]
+    keys: Tensor  # [max_blocks, block_size, H_kv, D_k]
+    values: Tensor  # [max_blocks, block_size, H_kv, D_v]
     kernel: str  # name of the backend that serves it
 
 
@@ -45,19 +46,21 @@ class PoolStats(NamedTuple):
 
 
 class PagePool:
-    """A fixed number of blocks for the keys and values of one model, shared by any number of caches.
+    """Blocks for the keys and values of one model, shared by any number of caches.
 
-    Storage is allocated layer by layer, on the device of the first keys that arrive, and never grows.
+    Storage is allocated layer by layer, on the device of the first keys that arrive.
     Use `PagePool.for_model`; this constructor is for models whose config does not tell the geometry.
 
     Args:
         layers: one `LayerGeometry` per layer, or an `OwnLayer` for one that is not paged.
         num_blocks, block_size: the size of the pool, `num_blocks * block_size` tokens.
+        max_blocks: grow up to this number of blocks before `PoolExhausted` is raised. CPUs only, where memory is taken
+            when it is first written to; `num_blocks` by default.
         dtype: of keys and values.
         device: where the kernel is to run. Layers may live elsewhere, those then use the reference kernel.
         kernel: "auto", or a name in `hf_paged.kernels.KERNELS`.
-        prefix_caching: keep the blocks of released caches for later prompts that start alike. Sharing inside one
-            batch does not need it.
+        prefix_caching: keep the full blocks of released caches, until the space is needed, for later prompts that start
+            alike. Sharing inside one batch does not need it.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class PagePool:
         layers: Sequence[LayerGeometry | OwnLayer],
         *,
         num_blocks: int,
+        max_blocks: int | None = None,
         block_size: int = DEFAULT_BLOCK_SIZE,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
@@ -77,7 +81,12 @@ class PagePool:
             raise ValueError("no layer has a LayerGeometry: a pool needs at least one that is paged")
         self.groups = groups_of(self.layers)
         self.group_of = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
-        self.manager = BlockManager(num_blocks, block_size)
+        if max_blocks is not None and torch.device(device).type != "cpu":
+            raise ValueError(
+                f"a pool on {device} is allocated whole and cannot grow: set its size with memory or num_blocks"
+            )
+        self.manager = BlockManager(num_blocks, block_size, max_blocks)
+        self.prefixes = PrefixIndex(self.manager, [group.window for group in self.groups])
         self.dtype = dtype
         self.device = torch.device(device)
         dims = [(layer.key_dim, layer.value_dim) for layer in self.geometry]
@@ -94,6 +103,7 @@ class PagePool:
         *,
         memory: int | str | None = None,
         num_blocks: int | None = None,
+        max_memory: int | str | None = None,
         block_size: int | None = None,
         kernel: str | None = None,
         prefix_caching: bool = True,
@@ -106,6 +116,7 @@ class PagePool:
             memory: the budget for keys and values, in bytes or as text ("4GiB", "500 MB"). Default: a quarter of the
                 machine's memory, or half of what is free on the GPU.
             num_blocks: the size in blocks instead.
+            max_memory: a second budget, up to which the pool grows when the first one is used up. CPUs only.
             block_size: tokens per block, 16 by default.
             dtype: of keys and values; the model's by default. Set it when the model runs under autocast.
 
@@ -119,9 +130,9 @@ class PagePool:
         layers = layers_of(model)
         dtype = dtype or model.dtype
         block_size = DEFAULT_BLOCK_SIZE if block_size is None else block_size
+        per_block = bytes_per_token(layers, dtype) * block_size
         if num_blocks is None:
             budget = default_budget(model.device) if memory is None else parse_bytes(memory)
-            per_block = bytes_per_token(layers, dtype) * block_size
             num_blocks = budget // per_block
             if num_blocks < 1:
                 raise ValueError(
@@ -130,6 +141,7 @@ class PagePool:
         pool = cls(
             layers,
             num_blocks=num_blocks,
+            max_blocks=None if max_memory is None else parse_bytes(max_memory) // per_block,
             block_size=block_size,
             dtype=dtype,
             device=model.device,
@@ -207,7 +219,7 @@ class PagePool:
         geometry = self.layers[layer]
         assert isinstance(geometry, LayerGeometry)
         heads, key_dim, value_dim = geometry[:3]
-        shape = (self.num_blocks, self.block_size, heads)
+        shape = (self.manager.max_blocks, self.block_size, heads)
         kernel = self.kernel if device.type == self.device.type else "reference"
         with torch.inference_mode(False):  # a tensor made under inference mode could not be written to outside
             keys = torch.empty(*shape, key_dim, dtype=self.dtype, device=device)
@@ -239,12 +251,12 @@ class PagePool:
                 block_size=manager.block_size,
                 free=manager.num_free,
                 used=manager.num_used,
-                cached=0,
+                cached=manager.num_reserved,
                 shared=manager.num_shared,
                 peak_used=manager.peak_used,
                 bytes_per_block=self.bytes_per_block,
                 cow_copies=manager.cow_copies,
-                prefix_hit_tokens=0,
+                prefix_hit_tokens=self.prefixes.hit_tokens,
             )
 
     def check_integrity(self) -> None:
@@ -253,7 +265,7 @@ class PagePool:
 
     def clear_prefix_cache(self) -> int:
         """Give back all blocks that only the prefix index holds. Returns their number."""
-        return 0
+        return self.prefixes.clear()
 
     def __repr__(self) -> str:
         size = self.num_blocks * self.bytes_per_block / 2**20

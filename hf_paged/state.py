@@ -9,8 +9,10 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from .blocks import Append, BlockTables, Int64, PoolExhausted
+from .history import History
 from .plan import Bool, StepPlan
 from .pool import PagePool
+from .prefix import Match
 
 
 class Width(int):
@@ -32,6 +34,13 @@ class _Announcement(NamedTuple):
     q_length: int
 
 
+class Packing(NamedTuple):
+    """A forward pass in which the rows stand one after the other, without pads: bool [B, q_length] each."""
+
+    new: Bool  # the positions that go through the model
+    real: Bool  # those and the ones that the rows hold already
+
+
 class CacheState:
     """Rows, width and pads of one cache. Layers hold this object, not the cache, so a cache that nobody holds any more
     dies at once and its finalizer gives the blocks back.
@@ -49,7 +58,10 @@ class CacheState:
         self.plan: StepPlan | None = None
         self.version = 0
         self.released = False
-        self.packing: Bool | None = None  # set while a forward pass runs packed: its new positions, [B, q_length]
+        self.abandoned = False  # whether nobody holds the cache any more; set by the block manager
+        self.packing: Packing | None = None  # set while a forward pass runs packed
+        self.history: History | None = None  # which tokens these are; None: not known
+        self.shares = pool.prefix_caching  # whether its blocks are kept for later prompts
         self._announced: _Announcement | None = None
 
     @property
@@ -74,29 +86,35 @@ class CacheState:
         `ValueError` where batch or mask contradict what is cached; the state is as before then."""
         if self.released:
             raise RuntimeError("this PagedCache was released, its keys and values are gone: make a new one")
-        rows = batch if self.packing is None else len(self.packing)
-        if self.width == 0 and self.tables.num_rows != rows:
+        rows = batch if self.packing is None else len(self.packing.new)
+        if self.width == 0 and self.tables.num_rows not in (0, rows):
             self._drop_rows()
-        elif self.tables.num_rows != rows:
+        elif self.width and self.tables.num_rows != rows:
             raise ValueError(
                 f"the cache holds {self.tables.num_rows} rows, but the model was called with {rows}: use "
                 "cache.batch_repeat_interleave(n), cache.batch_select_indices(rows) or cache.reset() first"
             )
         announced, self._announced = self._announced, None
-        new, native = self.packing, True
-        if new is not None:
+        new: Bool | None = None
+        real, native = None, True
+        if self.packing is not None:
+            new, real = self.packing
             q_length = new.shape[1]
         elif announced is not None and announced.q_length == q_length:
             new, native = self._read_mask(announced.mask, rows, q_length)
+            real = new
+        self._settle()
         with self.pool.manager.lock:
             if not self.recording:
+                if q_length > 1:
+                    self.remember()
                 self._slide()
             appends = self._append(rows, np.full(rows, q_length) if new is None else new.sum(1))
             for append in appends:
                 self.pool.copy_blocks(append.copy_from, append.copy_to)
-        if new is not None or self.real is not None:
+        if real is not None or self.real is not None:
             past = np.ones((rows, self.width), bool) if self.real is None else self.real
-            now = np.ones((rows, q_length), bool) if new is None else new
+            now = np.ones((rows, q_length), bool) if real is None else real
             self.real = np.concatenate([past, now], 1)
         packed = self.packing is not None
         slots = [append.slots for append in appends]
@@ -145,11 +163,13 @@ class CacheState:
         native = bool((past == stored).all()) and not ends_in_pad.any()
         return (None if new.all() else new), native
 
-    def ragged(self, mask: Tensor, q_length: int) -> Bool | None:
-        """Which of the next `q_length` positions are real, where some are pads, every row ends in a real token, and
+    def ragged(self, mask: Tensor | None, batch: int, q_length: int) -> Bool | None:
+        """Which of the next `q_length` positions are real, bool [B, q_length], where every row ends in a real token, and
         causality over the stored tokens is what the mask asks for. None otherwise."""
-        new, native = self._read_mask(mask, len(mask), q_length)
-        return new if new is not None and native and new[:, -1].all() else None
+        new, native = self._read_mask(mask, batch, q_length)
+        if new is None and native:
+            return np.ones((batch, q_length), bool)
+        return new if native and new is not None and new[:, -1].all() else None
 
     def _refuse_pads(self, past: Bool) -> None:
         """Raise where `past` calls a position real whose key and value were never stored."""
@@ -162,6 +182,42 @@ class CacheState:
                 f"attention_mask says that position {position} of row {row} holds a token, but it was a pad when it was "
                 "cached, and pads are not stored: pass the attention_mask of the whole sequence, pads as zeros, at every call"
             )
+
+    # ----------------------------------------------------------------------------------------------------- prefixes
+
+    def adopt(self, matches: list[Match], lengths: Int64, width: int, real: Bool | None) -> None:
+        """Begin with tokens that the pool still holds: row `b` with the first `lengths[b]` of its match, at the real ones
+        of `width` padded positions (`real` bool [B, width], None: all). With width 0 they stand among the new positions of
+        the packed pass that follows."""
+        with self.pool.manager.lock:
+            for tables in self.groups:
+                tables.add_rows(len(matches))
+            for row, match in enumerate(matches):
+                self.pool.prefixes.adopt(match, row, int(lengths[row]), self.groups)
+        self.width, self.real = width, real
+
+    def follow(self, ids: Tensor) -> None:
+        """Take notice of the sequences so far, [B, n], the tokens of the pass that is about to begin included."""
+        if self.history is not None and self.packing is None and not self.history.follow(ids, self.width):
+            self.history = None
+
+    def remember(self) -> None:
+        """Let later prompts that start alike find the full blocks of these rows."""
+        self._settle()
+        if self.history is None or not self.shares:
+            return
+        tokens = self.history.tokens()[:, : self.width]
+        with self.pool.manager.lock:
+            for row in range(self.tables.num_rows):
+                real = slice(None) if self.real is None else self.real[row, : tokens.shape[1]]
+                self.pool.prefixes.insert(self.history.root, tokens[row, real], row, self.groups)
+
+    def _settle(self) -> None:
+        """Look back at the last forward pass. Its tokens may serve others only if every layer has stored them, and a kernel
+        has read them: that proves the pass causal, each key and value a function of the tokens up to its own."""
+        plan = self.plan
+        if plan is not None and plan.q_length and not plan.served(len(self.pool.geometry)):
+            self.history = None
 
     def view(self) -> StepPlan:
         """A plan to read what is stored, with no new token in it."""
@@ -179,6 +235,8 @@ class CacheState:
             return False  # the identity, in all groups alike
         self.real = None if self.real is None else self.real[rows]
         self._moved()
+        if self.history is not None:
+            self.history.select(rows)
         return True
 
     def crop(self, width: int) -> None:
@@ -203,6 +261,8 @@ class CacheState:
             self.real = real
             self.width = width
             self._moved()
+            if self.history is not None:
+                self.history.crop(width)
         if self.recording:
             self._slide()
             self._moved()
@@ -216,12 +276,14 @@ class CacheState:
         twin.recording = self.recording
         twin.width = self.width
         twin.real = None if self.real is None else np.repeat(self.real, repeats, axis=0)
+        self._settle()
+        twin.history = None if self.history is None else self.history.fork(repeats)
         return twin
 
     def reset(self) -> None:
         """Give all blocks back and start over, as new."""
         self._announced = None
-        self._drop_rows()
+        self.free()
 
     def release(self) -> None:
         """Give all blocks back for good."""
@@ -234,13 +296,21 @@ class CacheState:
         pads = [b""] * len(ids) if self.real is None else [row.tobytes() for row in self.real]
         return [repr((row, int(length))).encode() + pad for row, length, pad in zip(ids, self.tables.lengths, pads)]
 
+    def free(self) -> None:
+        """Give all blocks back, those that may serve a later prompt to the prefix index."""
+        with self.pool.manager.lock:
+            self.remember()
+            self._drop_rows()
+
     def _drop_rows(self) -> None:
         for tables in self.groups:
             tables.free()
         self.width = 0
         self.real = None
+        self.history = None
         self._moved()
 
     def _moved(self) -> None:
+        self._settle()
         self.plan = None
         self.version += 1

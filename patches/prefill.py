@@ -1,4 +1,5 @@
-"""Compute a prompt once, however many rows ask for it, and never feed a cached prompt again.
+"""Compute a prompt once, however many rows ask for it, take over what the pool still holds of it, and never feed a cached
+prompt again.
 
 Wraps       `transformers.generation.GenerationMixin._prefill`
 Checked     transformers 5.0.0, 5.10.4, 5.17.0, 5.24.0
@@ -22,8 +23,9 @@ import torch
 from torch import Tensor
 from transformers.generation import GenerationMixin
 
-from hf_paged import packing
+from hf_paged import packing, reuse
 from hf_paged.cache import PagedCache
+from hf_paged.state import Packing
 
 TITLE = "sharing of equal prompts"
 PARAMETERS = ["self", "input_ids", "generation_config", "model_kwargs"]
@@ -67,12 +69,25 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
         leave_one_token(input_ids, generation_config, model_kwargs, cache)
 
         def run(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Any:
-            outputs = None
-            if generation_config.prefill_chunk_size is None:
-                outputs = _run_packed(self, input_ids, generation_config, model_kwargs, cache)
-            if outputs is None:
-                with _chunks_for_windows(input_ids, generation_config, model_kwargs, cache):
-                    outputs = upstream(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+            state, fresh = cache._state, not cache.get_seq_length()
+            prompt = reuse.read(self, input_ids, model_kwargs, cache)
+            if prompt is not None and fresh:
+                reuse.compute_shared(self, prompt, generation_config, model_kwargs, cache)
+            state.history = None if prompt is None else prompt.history
+            try:
+                outputs = None
+                if generation_config.prefill_chunk_size is None:
+                    outputs = _run_packed(self, input_ids, generation_config, model_kwargs, cache, prompt)
+                if outputs is None:
+                    if prompt is not None and fresh:
+                        reuse.adopt_at_common_width(prompt, cache)
+                    with _chunks_for_windows(input_ids, generation_config, model_kwargs, cache):
+                        outputs = upstream(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+            except BaseException:
+                if fresh:
+                    cache.rewind(0)
+                raise
+            state.remember()
             return outputs
 
         groups = None if self.training else equal_rows(input_ids, model_kwargs, cache)  # dropout tells rows apart
@@ -102,15 +117,25 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _run_packed(
-    model: Any, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], cache: PagedCache
+    model: Any,
+    input_ids: Tensor,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    cache: PagedCache,
+    prompt: reuse.Prompt | None,
 ) -> Any | None:
     """Prefill without pads. None where that is not possible or would save nothing."""
     whole = covers_everything(input_ids, generation_config, model_kwargs)
     new_ids = input_ids[:, cache.get_seq_length() :] if whole else input_ids
     if new_ids.dim() != 2:
         return None
-    new = packing.packable(model, new_ids, model_kwargs, cache._state)
-    return None if new is None else packing.prefill(model, new_ids, new, model_kwargs, cache)
+    real = packing.packable(model, new_ids, model_kwargs, cache._state)
+    if real is None:
+        return None
+    pack = Packing(real, real) if prompt is None else reuse.adopt_packed(prompt, real, cache)
+    if pack is None or pack.new.all():
+        return None
+    return packing.prefill(model, new_ids, pack, model_kwargs, cache)
 
 
 @contextlib.contextmanager

@@ -297,11 +297,11 @@ def held_and_free(manager: BlockManager, tables: BlockTables) -> None:
 @pytest.mark.parametrize(
     "corrupt, message",
     [
-        (lambda manager, tables: manager.ref_counts.__setitem__(0, 2), "frame 0 counts 2 rows, but 1 hold it"),
-        (lambda manager, tables: manager.ref_counts.__setitem__(1, 0), "frame 1 counts 0 rows, but 1 hold it"),
-        (lambda manager, tables: manager.ref_counts.__setitem__(4, 1), "frame 4 counts 1 rows, but 0 hold it"),
-        (lambda manager, tables: tables.table.__setitem__((0, 1), 2), "frame 1 counts 1 rows, but 0 hold it"),
-        (lambda manager, tables: tables.lengths.__setitem__(1, 0), "frame 2 counts 1 rows, but 0 hold it"),
+        (lambda manager, tables: manager.ref_counts.__setitem__(0, 2), "frame 0 counts 2 holders, but 1 hold it"),
+        (lambda manager, tables: manager.ref_counts.__setitem__(1, 0), "frame 1 counts 0 holders, but 1 hold it"),
+        (lambda manager, tables: manager.ref_counts.__setitem__(4, 1), "frame 4 counts 1 holders, but 0 hold it"),
+        (lambda manager, tables: tables.table.__setitem__((0, 1), 2), "frame 1 counts 1 holders, but 0 hold it"),
+        (lambda manager, tables: tables.lengths.__setitem__(1, 0), "frame 2 counts 1 holders, but 0 hold it"),
         (lambda manager, tables: setattr(manager, "num_free", 2), "free list"),  # a frame leaks
         (lambda manager, tables: manager._free.__setitem__(0, 4), "free list"),  # one is free twice, one leaks
         (held_and_free, "free list"),

@@ -98,10 +98,10 @@ def default(model: Any, inputs: dict[str, torch.Tensor], attn: str = "sdpa", see
 
 def paged(model: Any, inputs: dict[str, torch.Tensor], pool: PagePool, seed: int = 0, **kwargs: Any) -> Any:
     """`generate` with a fresh PagedCache, released afterwards; blocks and bookkeeping are checked."""
-    free = pool.stats().free
+    used = pool.stats().used
     with PagedCache(pool) as cache:
         torch.manual_seed(seed)
         out = model.generate(**inputs, **{CACHE: cache}, **kwargs)
         pool.check_integrity()
-    assert pool.stats().free == free, "blocks were lost"
+    assert pool.stats().used == used, "blocks were lost"
     return out

@@ -1,0 +1,61 @@
+"""Which tokens a cache holds. A cache sees keys and values only; `generate` tells it the ids."""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from .blocks import Int64
+
+
+class History:
+    """The token at each padded position of a cache's rows, as far as it is known.
+
+    Attributes:
+        root: what the keys and values depend on beside the tokens; see `hf_paged.weights`.
+        known: number of leading positions whose tokens are known. A cache may hold more: somebody ran the model by hand.
+    """
+
+    def __init__(self, root: bytes, tokens: Int64, given: int):
+        """`tokens` [B, known] are what the cache holds or is about to hold; `generate` was given ids for the last `given` of
+        these positions, and goes on with those."""
+        self.root = root
+        self.known = tokens.shape[1]
+        self._shift = tokens.shape[1] - given
+        self._prompt, self._prompt_rows = tokens, np.arange(len(tokens))
+        self._latest: Tensor | None = None  # [B, given + generated]
+        self._latest_rows = self._prompt_rows
+
+    def follow(self, ids: Tensor, width: int) -> bool:
+        """Take notice of the sequences so far, `ids` [B, n], of which the cache holds `width` positions. Costs nothing.
+        Returns False where the cache holds more than is known."""
+        known = self._shift + ids.shape[1]
+        if known <= self._prompt.shape[1]:  # a chunk of the prompt
+            return True
+        if width > self.known or len(ids) != len(self._latest_rows):
+            return False
+        self._latest, self._latest_rows, self.known = ids, np.arange(len(ids)), known
+        return True
+
+    def tokens(self) -> Int64:
+        """What is known, int64 [B, known]."""
+        prompt = self._prompt[self._prompt_rows]
+        if self._latest is None:
+            return prompt[:, : self.known]
+        latest = self._latest.detach().cpu().numpy()[self._latest_rows]
+        return np.concatenate([prompt[:, : self._shift], latest], 1)[:, : self.known]
+
+    def select(self, rows: Int64) -> None:
+        """Row `i` becomes what row `rows[i]` was."""
+        self._prompt_rows, self._latest_rows = self._prompt_rows[rows], self._latest_rows[rows]
+
+    def crop(self, width: int) -> None:
+        """Forget what stands at `width` and beyond."""
+        self.known = min(self.known, width)
+
+    def fork(self, repeats: int) -> History:
+        """That of a cache whose rows are these, each `repeats` times."""
+        twin = History.__new__(History)
+        vars(twin).update(vars(self))
+        twin.select(np.repeat(np.arange(len(self._prompt_rows)), repeats))
+        return twin

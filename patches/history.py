@@ -1,0 +1,42 @@
+"""Tell a cache which tokens `generate` feeds, so that what it generated can be found by a later prompt too.
+
+Wraps       `transformers.generation.GenerationMixin.prepare_inputs_for_generation`
+Checked     transformers 5.0.0, 5.10.4, 5.17.0, 5.24.0
+Acts        only where the cache is a `PagedCache` whose prompt is known
+Why         a cache sees keys and values, never the ids of the tokens that they belong to
+Delete      when ids, or a hash of them, reach the cache
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor
+from transformers.generation import GenerationMixin
+
+from hf_paged.cache import PagedCache
+
+from .prefill import cache_in
+
+TITLE = "finding generated tokens by later prompts"
+
+
+def apply() -> str | None:
+    """Install the patch. Returns why not, where that is so."""
+    upstream = getattr(GenerationMixin, "prepare_inputs_for_generation", None)
+    if upstream is None:
+        return "GenerationMixin.prepare_inputs_for_generation does not exist in this release of transformers"
+    if getattr(upstream, "_hf_paged", False):
+        return None
+
+    @functools.wraps(upstream)
+    def prepare_inputs_for_generation(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        cache = cache_in(kwargs)
+        if isinstance(cache, PagedCache) and input_ids is not None:
+            cache._state.follow(input_ids)
+        return upstream(self, input_ids, *args, **kwargs)
+
+    prepare_inputs_for_generation._hf_paged = True  # type: ignore[attr-defined]
+    GenerationMixin.prepare_inputs_for_generation = prepare_inputs_for_generation
+    return None
