@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -168,6 +168,7 @@ class PagedCache(Cache):
             raise TypeError(
                 f"PagedCache needs a PagePool, got {type(pool).__name__}: make one with PagePool.for_model(model)"
             )
+        pool.check_process()
         self._attach(CacheState(pool), salt)
 
     def _attach(self, state: CacheState, salt: str) -> None:
@@ -217,36 +218,62 @@ class PagedCache(Cache):
 
     # ---------------------------------------------------------------------------------------------------------- rows
 
-    def fork(self, repeats: int = 1) -> PagedCache:
-        """A cache of its own whose rows, each `repeats` times in a row, share all blocks of this one. Copies nothing."""
+    @property
+    def attention_mask(self) -> Tensor:
+        """Which positions hold tokens, 1, and which are pads, 0: int64 [B, width]. With ones for the new tokens behind it,
+        the mask of the next forward pass."""
+        return torch.from_numpy(self._state._at_width(self._state.width).astype(np.int64))
+
+    def fork(self, repeats: int = 1, rows: Any = None) -> PagedCache:
+        """A cache of its own with each of `rows` (all by default) `repeats` times in a row. Shares all blocks with this one
+        and copies nothing."""
         if repeats < 1:
             raise ValueError(f"repeats={repeats} must be at least 1")
+        chosen = np.arange(self._state.tables.num_rows) if rows is None else _row_numbers(rows)
+        chosen = np.repeat(chosen, repeats)
         twin = type(self).__new__(type(self))
-        twin._attach(self._state.fork(repeats), self.salt)
+        twin._attach(self._state.fork(chosen), self.salt)
         for mine, theirs in zip(self._paged, twin._paged):
             theirs.width = mine.width
-        rows = torch.arange(self._state.tables.num_rows).repeat_interleave(repeats)
         for index, layer in enumerate(self.layers):
             if isinstance(layer, PagedHybridLayer):
                 twin.layers[index].copy_states(layer)
             elif not isinstance(layer, PagedLayer):
                 twin.layers[index] = copy.deepcopy(layer)
         for layer in twin._stateful:
-            layer.reorder_cache(rows)
+            layer.reorder_cache(torch.from_numpy(chosen))
+        return twin
+
+    @classmethod
+    def join(cls, caches: Sequence[PagedCache]) -> PagedCache:
+        """One cache with the rows of all `caches`, in that order, padded on the left to the longest. It shares all blocks
+        with them and copies nothing; they stay as they are.
+
+        Raises `ValueError` where they have not one pool and salt, or none is given, and `RuntimeError` where a layer keeps
+        other states than keys and values, or a forward pass failed half way.
+        """
+        if not caches or len({(id(cache.pool), cache.salt) for cache in caches}) > 1:
+            raise ValueError(f"join needs caches of one pool and one salt, got {list(caches)}")
+        if any(cache._state.released for cache in caches):
+            raise RuntimeError("one of the caches to join was released")
+        if caches[0]._stateful:
+            raise RuntimeError(f"layers that keep states of their own cannot be joined: {caches[0]._stateful}")
+        for cache in caches:
+            if any(layer.width != cache._state.width for layer in cache._paged):
+                raise RuntimeError("a forward pass of one of the caches to join failed half way: reset that cache")
+        twin = cls.__new__(cls)
+        twin._attach(CacheState.join([cache._state for cache in caches]), caches[0].salt)
+        for layer in twin._paged:
+            layer.width = twin._state.width
         return twin
 
     def select(self, rows: Any) -> None:
         """Row `i` becomes what row `rows[i]` was. Rows may repeat, which forks them, or be left out, which frees them.
         Moves table entries, never keys or values; the identity does nothing."""
-        if isinstance(rows, Tensor):
-            rows = rows.detach().cpu().numpy()
-        rows = np.asarray(rows)
-        if rows.dtype == bool:
-            rows = np.flatnonzero(rows)
-        rows = rows.reshape(-1)
-        if self._state.select(rows):
+        chosen = _row_numbers(rows)
+        if self._state.select(chosen):
             for layer in self._stateful:
-                layer.reorder_cache(torch.from_numpy(rows.astype(np.int64)))
+                layer.reorder_cache(torch.from_numpy(chosen))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the rows for beam search."""
@@ -347,3 +374,11 @@ def _make_layer(state: CacheState, index: int, spec: LayerGeometry | OwnLayer) -
     if isinstance(spec, OwnLayer):
         return spec.make()
     return PagedHybridLayer(state, index, spec.states) if spec.states else PagedLayer(state, index)
+
+
+def _row_numbers(rows: Any) -> Int64:
+    """Row numbers, int64 [n], from numbers or flags in any form."""
+    if isinstance(rows, Tensor):
+        rows = rows.detach().cpu().numpy()
+    rows = np.asarray(rows)
+    return (np.flatnonzero(rows) if rows.dtype == bool else rows).reshape(-1).astype(np.int64)

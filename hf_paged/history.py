@@ -53,9 +53,9 @@ class History:
         """Forget what stands at `width` and beyond."""
         self.known = min(self.known, width)
 
-    def fork(self, repeats: int) -> History:
-        """That of a cache whose rows are these, each `repeats` times."""
+    def fork(self, rows: Int64) -> History:
+        """That of a cache with these rows."""
         twin = History.__new__(History)
         vars(twin).update(vars(self))
-        twin.select(np.repeat(np.arange(len(self._prompt_rows)), repeats))
+        twin.select(rows)
         return twin

@@ -95,6 +95,7 @@ class PagePool:
         self.masks_slide = True  # whether masks hide what has left a window; see layout.makes_sliding_masks
         self._storage: list[LayerStorage | None] = [None] * len(self.layers)
         self._storage_lock = threading.Lock()
+        self._process = os.getpid()
 
     @classmethod
     def for_model(
@@ -170,6 +171,14 @@ class PagePool:
         """Tokens that the cache of `layer` keeps, 0: all."""
         return self.groups[self.group_of[layer]].window
 
+    def check_process(self) -> None:
+        """Raise `RuntimeError` in a process that was forked from the one that made the pool."""
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"this pool belongs to process {self._process}, and this is process {os.getpid()}: what a fork inherits of it "
+                "must not be used, its locks and its kernel's threads stayed behind. Make a pool in this process"
+            )
+
     # ----------------------------------------------------------------------------------------------------- the data
 
     def storage(self, layer: int) -> LayerStorage:
@@ -243,6 +252,7 @@ class PagePool:
 
     def stats(self) -> PoolStats:
         """Where the blocks are now."""
+        self.check_process()
         manager = self.manager
         with manager.lock:
             manager.collect()

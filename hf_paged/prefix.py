@@ -16,7 +16,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .blocks import UNUSED, BlockManager, BlockTables, Int32, Int64
+from .blocks import UNUSED, BlockManager, Int32, Int64
+from .tables import BlockTables
 
 
 class Node:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from .blocks import Append, BlockTables, Int64, PoolExhausted
+from .blocks import Int64, PoolExhausted
 from .history import History
 from .plan import Bool, StepPlan
 from .pool import PagePool
 from .prefix import Match
+from .tables import Append, BlockTables
 
 
 class Width(int):
@@ -86,6 +89,8 @@ class CacheState:
         `ValueError` where batch or mask contradict what is cached; the state is as before then."""
         if self.released:
             raise RuntimeError("this PagedCache was released, its keys and values are gone: make a new one")
+        self.pool.check_process()
+        self._refuse_other_threads()
         rows = batch if self.packing is None else len(self.packing.new)
         if self.width == 0 and self.tables.num_rows not in (0, rows):
             self._drop_rows()
@@ -122,6 +127,17 @@ class CacheState:
         self.width += q_length
         self.version += 1
         return self.plan
+
+    def _refuse_other_threads(self) -> None:
+        """Raise where another thread is in the middle of a forward pass with this cache."""
+        plan = self.plan
+        if plan is None or not plan.q_length or plan.thread == threading.get_ident():
+            return
+        if len(plan.written) < len(self.pool.geometry):
+            raise RuntimeError(
+                "this PagedCache is used by two threads at once: give each thread its own, cache.fork() shares the blocks. "
+                "After a forward pass that failed half way in another thread, start over with cache.reset()"
+            )
 
     def _append(self, rows: int, counts: Int64) -> list[Append]:
         """Blocks for `counts` further tokens per row in every group, the rows themselves included where there are none yet.
@@ -267,18 +283,47 @@ class CacheState:
             self._slide()
             self._moved()
 
-    def fork(self, repeats: int) -> CacheState:
-        """A state of its own whose rows, each `repeats` times, share all frames of this one."""
+    def fork(self, rows: Int64) -> CacheState:
+        """A state of its own with these rows, which may repeat. Shares all frames with this one."""
         if self.released:
             raise RuntimeError("this PagedCache was released: there is nothing left to fork")
         twin = CacheState(self.pool)
-        twin.groups = [tables.fork(repeats) for tables in self.groups]
+        with self.pool.manager.lock:
+            twin.groups = [tables.fork(rows=rows) for tables in self.groups]
         twin.recording = self.recording
         twin.width = self.width
-        twin.real = None if self.real is None else np.repeat(self.real, repeats, axis=0)
+        twin.real = None if self.real is None else self.real[rows]
         self._settle()
-        twin.history = None if self.history is None else self.history.fork(repeats)
+        twin.history = None if self.history is None else self.history.fork(rows)
         return twin
+
+    @staticmethod
+    def join(states: Sequence[CacheState]) -> CacheState:
+        """A state of its own with the rows of all `states`, padded on the left to one width. Shares all frames with them."""
+        pool, width = states[0].pool, max(state.width for state in states)
+        twin = CacheState(pool)
+        with pool.manager.lock:
+            twin.groups = [BlockTables.join(parts) for parts in zip(*(state.groups for state in states))]
+        twin.recording = any(state.recording for state in states)
+        twin.width = width
+        real = np.concatenate([state._at_width(width) for state in states])
+        twin.real = None if real.all() else real
+        for state in states:
+            state._settle()
+        histories = [state.history for state in states]
+        known = [history for history, state in zip(histories, states) if history and history.known >= state.width]
+        if len(known) == len(states) and len({history.root for history in known}) == 1:
+            padding = [((0, 0), (width - state.width, 0)) for state in states]
+            tokens = [
+                np.pad(history.tokens()[:, : state.width], pad) for history, state, pad in zip(known, states, padding)
+            ]
+            twin.history = History(known[0].root, np.concatenate(tokens), width)
+        return twin
+
+    def _at_width(self, width: int) -> Bool:
+        """Which positions hold tokens, bool [B, width], pads on the left."""
+        real = np.ones((self.tables.num_rows, self.width), bool) if self.real is None else self.real
+        return np.pad(real, ((0, 0), (width - self.width, 0)))
 
     def reset(self) -> None:
         """Give all blocks back and start over, as new."""

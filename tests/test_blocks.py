@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hf_paged.blocks import UNUSED, Append, BlockManager, BlockTables, PoolExhausted
+from hf_paged.blocks import UNUSED, BlockManager, PoolExhausted
+from hf_paged.tables import Append, BlockTables
 
 
 def fill(manager: BlockManager, *lengths: int) -> BlockTables:

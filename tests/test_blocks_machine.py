@@ -35,7 +35,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from hf_paged.blocks import UNUSED, BlockManager, BlockTables, IntegrityError, PoolExhausted
+from hf_paged.blocks import UNUSED, BlockManager, IntegrityError, PoolExhausted
+from hf_paged.tables import BlockTables
 
 POISON = -7
 MAX_CACHES = 6

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from hf_paged import prefix
-from hf_paged.blocks import UNUSED, BlockManager, BlockTables, PoolExhausted
+from hf_paged.blocks import UNUSED, BlockManager, PoolExhausted
 from hf_paged.prefix import PrefixIndex
+from hf_paged.tables import BlockTables
 
 ROOT = b"model"
 

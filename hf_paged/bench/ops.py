@@ -13,9 +13,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from .. import LayerGeometry, PagedCache, PagePool
 from ..attention import paged_attention
-from ..blocks import BlockManager, BlockTables
+from ..blocks import BlockManager
 from ..kernels import cpu
 from ..plan import StepPlan
+from ..tables import BlockTables
 from .measure import Row, interleave, median
 from .tasks import Progress
 
