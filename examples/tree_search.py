@@ -5,6 +5,7 @@ that have fallen too far behind. Runs SmolLM2-135M-Instruct in float32; at the e
 more by a plain forward pass, and the scores have to agree.
 """
 
+import math
 import sys
 import time
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ class Leaf(NamedTuple):
     @property
     def score(self) -> float:
         """Mean log probability of a token, with a bonus for length that keeps short branches from winning by default."""
-        return self.log_probability / len(self.tokens) ** 0.8
+        return self.log_probability / math.pow(len(self.tokens), 0.8)
 
 
 @torch.inference_mode()

@@ -11,7 +11,7 @@ import tiny
 import torch
 
 from hf_paged.__main__ import main
-from hf_paged.bench import ops, tasks
+from hf_paged.bench import ops, pipelines, tasks
 from hf_paged.bench.measure import interleave
 
 
@@ -31,6 +31,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(tasks.STEPS, name, tasks.StepTask(2, 40))
     for name, value in dict(ROWS=2, CONTEXT=40, LAYERS=2).items():
         monkeypatch.setattr(ops, name, value)
+    for name, value in dict(TURN_TOKENS=20, ANSWER_TOKENS=4).items():
+        monkeypatch.setattr(pipelines, name, value)
 
 
 def test_all_tasks(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,6 +43,7 @@ def test_all_tasks(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
     names = [row["task"] for row in results["results"]]
     assert names == [
         *tasks.GENERATE,
+        *pipelines.PIPELINES,
         *tasks.STEPS,
         *(f"decode vs {x}" for x in ("cat + sdpa", "sdpa", "read")),
         "reorder",

@@ -14,10 +14,10 @@ import torch
 import transformers
 from tqdm.auto import tqdm
 
-from . import ops, tasks
+from . import ops, pipelines, tasks
 from .measure import Row
 
-TASKS = [*tasks.GENERATE, *tasks.STEPS, "decode", "reorder"]
+TASKS = [*tasks.GENERATE, *pipelines.PIPELINES, *tasks.STEPS, "decode", "reorder"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -53,6 +53,8 @@ def run(options: argparse.Namespace) -> int:
             rows += ops.run_decode(dtype, pool_options, options.repeats, bar)
         elif name == "reorder":
             rows.append(ops.run_reorder(options.repeats, bar))
+        elif name in pipelines.PIPELINES:
+            rows.append(pipelines.PIPELINES[name](model, pool_options, options.repeats, bar))
         elif name in tasks.GENERATE:
             rows.append(tasks.run_generate(name, model, pool_options, options.repeats, bar))
         else:

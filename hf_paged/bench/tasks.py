@@ -69,7 +69,9 @@ def run_generate(name: str, model: Any, pool_options: dict[str, Any], repeats: i
     task = GENERATE[name]
     inputs = prompts(model.config.get_text_config().vocab_size, task.lengths)
     inputs = {key: value.to(model.device) for key, value in inputs.items()}
-    pool = PagePool.for_model(model, num_blocks=blocks_for(task, pool_options["block_size"] or 16), **pool_options)
+    num_blocks = blocks_for(task, pool_options["block_size"] or 16)
+    # Each repetition computes its prompts anew.
+    pool = PagePool.for_model(model, num_blocks=num_blocks, prefix_caching=False, **pool_options)
     length = dict(max_new_tokens=task.new, min_new_tokens=task.new, pad_token_id=0)
     seen: dict[str, Tensor] = {}
     bytes_of: dict[str, int] = {}
