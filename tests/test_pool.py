@@ -216,3 +216,27 @@ def test_no_storage_before_the_first_keys(llama: Any) -> None:
     pool = PagePool.for_model(llama, memory="100TB", block_size=1024)
     assert pool._storage == [None] * 3 and pool.num_blocks > 10**6
     assert np.dtype(pool.manager.ref_counts.dtype) == np.int32
+
+
+def test_layers_on_two_devices() -> None:
+    """Each layer's storage is where its keys arrive; indices may come from either device. ("meta" keeps no contents.)"""
+    pool = PagePool([LayerGeometry(2, 4, 4)] * 2, num_blocks=8, block_size=4, kernel="reference")
+    cache = PagedCache(pool)
+    devices = [torch.device("cpu"), torch.device("meta")]
+
+    def feed(length: int) -> None:
+        for layer, device in enumerate(devices):
+            keys = torch.full((2, 2, length, 4), float(length), device=device)
+            cache.update(keys, keys, layer)
+
+    feed(3)
+    assert [pool.storage(layer).keys.device for layer in range(2)] == devices
+    cache.reorder_cache(torch.tensor([1, 0]))
+    cache.select([0, 0])
+    feed(2)  # copies the shared block on both devices
+    assert pool.stats().cow_copies == 1 and cache.lengths == [5, 5]
+    keys, values = list(cache)[0]
+    assert keys is not None and keys.dense()[:, 0, :, 0].tolist() == [[3, 3, 3, 2, 2]] * 2
+    moved = torch.zeros(2, 2, 1, 4, device="meta")
+    with pytest.raises(ValueError, match="delivers keys on meta, but its blocks are on cpu"):
+        cache.update(moved, moved, 0)
