@@ -71,8 +71,8 @@ class Tile(NamedTuple):
 
 # By bytes per number and padded head dim. Few pairs (decoding) wait for memory: their tiles are small, so that several
 # programs share a multiprocessor, and have the stages it takes to load keys ahead (a block's id comes first, then its keys).
-# Many pairs (prefill) compute: their tiles are as large as registers allow. Chosen so that nothing spills on devices of
-# capability 8.0 and 9.0, and that all fit into the 99 KiB of shared memory that 8.6, 8.9 and 12.0 have.
+# Many pairs (prefill) compute: their tiles are as large as registers allow. Next to nothing spills on devices of
+# capability 8.0 and 9.0, and all fit into the 99 KiB of shared memory that 8.6, 8.9 and 12.0 have.
 TILES = {
     (2, 64): (Tile(16, 64, 4, 5), Tile(32, 64, 4, 5), Tile(64, 64, 4, 5), Tile(128, 64, 8, 3)),
     (2, 128): (Tile(16, 32, 4, 5), Tile(32, 32, 4, 5), Tile(64, 32, 4, 3), Tile(128, 32, 8, 3)),
