@@ -35,7 +35,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from . import cpu, reference
+from . import cpu, reference, triton
 from .build import KernelUnavailable
 
 AttentionKernel: TypeAlias = Callable[
@@ -86,7 +86,7 @@ def _register(
 KERNELS: dict[str, AttentionKernel] = {}
 WRITERS: dict[str, WriteKernel] = {}
 
-for _name, _backend in (("reference", reference), ("cpu", cpu)):
+for _name, _backend in (("reference", reference), ("cpu", cpu), ("triton", triton)):
     KERNELS[_name] = _register(f"attention_{_name}", _backend.attention, ATTENTION_SCHEMA, _fake_attention)  # type: ignore
     WRITERS[_name] = _register(f"write_{_name}", _backend.write, WRITE_SCHEMA, _fake_write)  # type: ignore
 
