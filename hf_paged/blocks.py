@@ -295,6 +295,12 @@ class BlockTables:
             self.starts = self.starts[chosen]
             return True
 
+    def unchanged_by(self, rows: Int64) -> bool:
+        """Whether `select(rows)` would put rows in place of rows that hold the same frames."""
+        if len(rows) != self.num_rows or (len(rows) and (rows.min() < 0 or rows.max() >= self.num_rows)):
+            return False
+        return all(np.array_equal(kept[rows], kept) for kept in (self.lengths, self.starts, self.table))
+
     def fork(self, repeats: int = 1) -> BlockTables:
         """A new set of rows, each row of this one `repeats` times in a row, that shares all frames."""
         twin = BlockTables(self.manager)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from .blocks import BlockTables
+from .blocks import BlockTables, PoolExhausted
 from .compat import CROP_TO_LENGTH, LinearAttentionLayer, query_length
 from .kernels import WRITERS
 from .layout import LayerGeometry, OwnLayer
@@ -171,6 +171,8 @@ class PagedCache(Cache):
 
     def _attach(self, state: CacheState) -> None:
         self._state = state
+        self._cross: PagedCache | None = None
+        self._owner: weakref.ref[PagedCache] | None = None  # of a cross-attention half: the self-attention half
         layers = [_make_layer(state, index, spec) for index, spec in enumerate(state.pool.layers)]
         super().__init__(layers=layers)
         # Bound to the tables only: a finalizer that held the cache would keep it alive.
@@ -202,6 +204,24 @@ class PagedCache(Cache):
         of its first group of layers."""
         return self._state.tables.block_ids()
 
+    @property
+    def num_rows(self) -> int:
+        """Number of rows, 0 before the first forward pass."""
+        return self._state.tables.num_rows or (self._cross.num_rows if self._cross is not None else 0)
+
+    @property
+    def cross_attention(self) -> PagedCache | None:
+        """The keys and values of the encoder, beside those of an encoder-decoder model's decoder in this cache. None where
+        no such model has been run. See `PagedEncoderDecoderCache`."""
+        return self._cross
+
+    def own(self, cross: PagedCache) -> None:
+        """Make `cross` the cross-attention half of this cache. Raises `ValueError` for a cache that is its own half."""
+        if cross is self:
+            raise ValueError("self-attention and cross-attention need a PagedCache each, got one for both")
+        self._cross, cross._owner = cross, weakref.ref(self)
+        cross._state.cross = True
+
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -211,7 +231,13 @@ class PagedCache(Cache):
                 f"the model uses layer {layer_idx}, but the pool was made for {len(self.layers)} layers: make the pool with "
                 "PagePool.for_model(this_model)"
             )
-        return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+        try:
+            return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+        except PoolExhausted:
+            owner = self._owner and self._owner()
+            if owner and owner._state.plan:  # its layer has just written: undo that too
+                owner.rewind(owner._state.plan.start)
+            raise
 
     # ---------------------------------------------------------------------------------------------------------- rows
 
@@ -231,6 +257,8 @@ class PagedCache(Cache):
                 twin.layers[index] = copy.deepcopy(layer)
         for layer in twin._stateful:
             layer.reorder_cache(rows)
+        if self._cross is not None:
+            twin.own(self._cross.fork(repeats))
         return twin
 
     def select(self, rows: Any) -> None:
@@ -241,10 +269,16 @@ class PagedCache(Cache):
         rows = np.asarray(rows)
         if rows.dtype == bool:
             rows = np.flatnonzero(rows)
-        rows = rows.reshape(-1)
-        if self._state.select(rows):
-            for layer in self._stateful:
-                layer.reorder_cache(torch.from_numpy(rows.astype(np.int64)))
+        rows = rows.reshape(-1).astype(np.int64)
+        cross = self._cross
+        if cross is not None and cross.num_rows:
+            cross.select(rows)
+            if not self._state.tables.num_rows:
+                return  # cropped to nothing, while the encoder's keys stay
+        identity = np.array_equal(rows, np.arange(self._state.tables.num_rows))
+        self._state.select(rows)
+        for layer in [] if identity else self._stateful:
+            layer.reorder_cache(torch.from_numpy(rows))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the rows for beam search."""
@@ -252,7 +286,7 @@ class PagedCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times in a row."""
-        self.select(np.repeat(np.arange(self._state.tables.num_rows), repeats))
+        self.select(np.repeat(np.arange(self.num_rows), repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the given rows, in the given order."""
@@ -286,6 +320,8 @@ class PagedCache(Cache):
         """Give all blocks back and start over with any batch size, also after a failed forward pass."""
         self._state.reset()
         self._empty_layers()
+        if self._cross is not None:
+            self._cross.reset()
 
     def _empty_layers(self) -> None:
         for index, spec in enumerate(self.pool.layers):
@@ -300,6 +336,8 @@ class PagedCache(Cache):
         """Give all blocks back for good. Safe to call twice."""
         self._state.release()
         self._empty_layers()
+        if self._cross is not None:
+            self._cross.release()
 
     def __enter__(self) -> PagedCache:
         return self

@@ -7,9 +7,9 @@ missing or has changed: results stay right then, only sharing is lost. `HF_PAGED
 import os
 import warnings
 
-from . import assisted, prefill
+from . import assisted, encoder_decoder, prefill
 
-PATCHES = (prefill, assisted)
+PATCHES = (prefill, assisted, encoder_decoder)
 
 
 def apply() -> None:
