@@ -43,9 +43,10 @@ class PagedEncoderDecoderCache(EncoderDecoderCache):
     """
 
     def __init__(self, cache: PagedCache, cross: PagedCache | None = None):
-        cache.own(cross or cache.cross_attention or PagedCache(cache.pool))
+        cross = cross or cache.cross_attention or PagedCache(cache.pool)
+        cache.own(cross)
         self.self_attention_cache = cache
-        self.cross_attention_cache = cache.cross_attention
+        self.cross_attention_cache = cross
         self.is_updated = _Written(self.cross_attention_cache.layers)
 
     def fork(self, repeats: int = 1) -> PagedEncoderDecoderCache:

@@ -22,7 +22,9 @@ from transformers.models.auto.modeling_auto import (
 
 TEXT, SPEECH = dict(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES), dict(MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES)
 NAMES = {**SPEECH, **TEXT}
-BOTH = sorted(name for name in TEXT if SPEECH.get(name, TEXT[name]) != TEXT[name])  # two classes: the second as "... speech"
+BOTH = sorted(
+    name for name in TEXT if SPEECH.get(name, TEXT[name]) != TEXT[name]
+)  # two classes: the second as "... speech"
 TYPES = sorted([*NAMES, *(f"{name} speech" for name in BOTH)])
 
 FLAT: dict[str, Any] = dict(
@@ -54,7 +56,8 @@ PART: dict[str, Any] = dict(
 BERT: dict[str, Any] = dict(model_type="bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **PART)
 PARAKEET: dict[str, Any] = dict(
     model_type="parakeet_encoder", hidden_size=64, intermediate_size=96, num_attention_heads=4, num_hidden_layers=2,
-    num_mel_bins=8, subsampling_factor=2, subsampling_conv_channels=8, dropout=0.0, activation_dropout=0.0, attention_dropout=0.0,
+    num_mel_bins=8, subsampling_factor=2, subsampling_conv_channels=8,
+    dropout=0.0, activation_dropout=0.0, attention_dropout=0.0,
 )  # fmt: skip
 WAV2VEC2: dict[str, Any] = dict(
     model_type="wav2vec2", hidden_size=64, intermediate_size=96, num_attention_heads=4, num_hidden_layers=2,
@@ -76,10 +79,14 @@ FEW: dict[str, Any] = dict(num_hidden_layers=REMOVE, encoder_layers=2)  # deeper
 # Per type: keyword arguments on top of what the config knows of FLAT, or a function that returns all of them.
 EXTRA: dict[str, dict[str, Any] | Callable[[], dict[str, Any]]] = {
     "canary": lambda: dict(
-        encoder_config=PARAKEET, decoder_config=dict(PART, num_hidden_layers=4, is_encoder_decoder=True),
-        vocab_size=VOCAB, **TOKENS,
-    ),  # fmt: skip
-    "cohere_asr": lambda: dict(PART, encoder_config=PARAKEET, num_hidden_layers=4, head_dim=16, decoder_start_token_id=2),
+        encoder_config=PARAKEET,
+        decoder_config=dict(PART, num_hidden_layers=4, is_encoder_decoder=True),
+        vocab_size=VOCAB,
+        **TOKENS,
+    ),
+    "cohere_asr": lambda: dict(
+        PART, encoder_config=PARAKEET, num_hidden_layers=4, head_dim=16, decoder_start_token_id=2
+    ),
     "encoder-decoder": lambda: dict(
         encoder=dict(BERT, num_hidden_layers=2),
         decoder=dict(BERT, num_hidden_layers=4, is_decoder=True, add_cross_attention=True),
@@ -101,7 +108,18 @@ EXTRA: dict[str, dict[str, Any] | Callable[[], dict[str, Any]]] = {
         head_dim=16,
         decoder_start_token_id=2,
     ),
-    "prophetnet": dict(num_hidden_layers=REMOVE, num_encoder_layers=4),  # the default cache has as many layers as the encoder
+    "prophetnet": dict(
+        num_hidden_layers=REMOVE, num_encoder_layers=4
+    ),  # the default cache has as many layers as the encoder
+    "nemo_speechlm": dict(
+        audio_config=dict(diarization_config=dict(head_config=dict(audio_hidden_size=64))),
+        word_timestamp_config=dict(blank_token_id=VOCAB - 1),
+        audio_token_id=VOCAB - 1,
+    ),
+    "vibevoice_asr": dict(
+        acoustic_tokenizer_encoder_config=dict(num_filters=4, depths=[1] * 7),
+        semantic_tokenizer_encoder_config=dict(num_filters=4, depths=[1] * 7),
+    ),
     "pegasus_x": dict(stagger_local_blocks=False),
     "speech-encoder-decoder": lambda: dict(
         encoder=WAV2VEC2,
@@ -111,7 +129,11 @@ EXTRA: dict[str, dict[str, Any] | Callable[[], dict[str, Any]]] = {
     "t5gemma": lambda: dict(encoder=dict(GEMMA), decoder=dict(GEMMA), vocab_size=VOCAB, **TOKENS),
     "t5gemma2": lambda: dict(
         encoder=dict(
-            text_config=dict(GEMMA), vision_config=SIGLIP, image_token_index=155, boi_token_index=156, eoi_token_index=157
+            text_config=dict(GEMMA),
+            vision_config=SIGLIP,
+            image_token_index=155,
+            boi_token_index=156,
+            eoi_token_index=157,
         ),
         decoder=dict(GEMMA),
         image_token_index=155,
@@ -121,13 +143,15 @@ EXTRA: dict[str, dict[str, Any] | Callable[[], dict[str, Any]]] = {
     "whisper": dict(max_source_positions=24, max_target_positions=128),
 }
 
-# Their own attention alone is eager: under sdpa, and so under "paged", the default cache gives other tokens as well.
-EAGER = {"bigbird_pegasus", "nllb-moe"}
+# Run under their own attention implementation. The first two have eager attention only: under sdpa, and so under "paged",
+# the default cache gives other tokens as well. Of the third, the audio encoder has, and cannot be set back from "paged".
+OWN_ATTENTION = {"bigbird_pegasus", "nllb-moe", "vibevoice_asr"}
 # Types that cannot take part, with the reason.
 EXCEPTIONS: dict[str, str] = dict(
     dia="one row per codebook, not token prompts; its own generate refuses beams",
     kyutai_speech_to_text="its prompt is made of audio codes, which its own generate computes window by window",
     vibevoice="generates speech by diffusion between its tokens, not token by token",
+    voxtral_realtime="asks for audio at every position, and for another encoder cache",
 )
 
 
@@ -146,21 +170,27 @@ def tiny_config(model_type: str) -> Any:
     parts = {name: getattr(base, name) for name in config_class.sub_configs if hasattr(base, name)}
     if parts:
         small = {name: dict(tiny(part), model_type=part.model_type) for name, part in parts.items()}
-        for name, value in extra.items():
-            small[name] = {**small[name], **value} if isinstance(value, dict) else value
-        return config_class(**without_removed(small))
+        return config_class(**without_removed(merged(small, extra)))
     kwargs = {name: value for name, value in FLAT.items() if known(base, name)[0]}
     return config_class(**without_removed({**kwargs, **extra}))
 
 
 def tiny(part: Any) -> dict[str, Any]:
-    """The entries of FLAT that a part of a composite config takes."""
+    """The entries of FLAT that a part of a composite config takes, its own parts included."""
     lists = {name for name, value in FLAT.items() if isinstance(value, list)}
-    return {
+    entries = {
         name: value
         for name, value in tiny_kwargs(part, FLAT).items()
         if name not in lists or isinstance(getattr(part, name), (list, tuple))
     }
+    for name in type(part).sub_configs:
+        if getattr(part, name, None) is not None:
+            entries[name] = dict(tiny(getattr(part, name)), model_type=getattr(part, name).model_type)
+    return entries
+
+
+def merged(small: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    return {**small, **{k: merged(small.get(k, {}), v) if isinstance(v, dict) else v for k, v in extra.items()}}
 
 
 def without_removed(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -199,8 +229,7 @@ def make_inputs(model: Any, model_type: str, seed: int) -> dict[str, torch.Tenso
     frames = SPEECH_INPUTS.get(model_type)
     if frames:
         name, shape = frames
-        inputs = {name: torch.randn(ROWS, *shape, generator=generator)}
-        return inputs
+        return {name: torch.randn(ROWS, *shape, generator=generator)}
     ids = torch.randint(3, VOCAB - 10, (ROWS, WIDTH), generator=generator)
     mask = torch.ones_like(ids)
     pads = slice(WIDTH - PADS, None) if model.config.is_encoder_decoder else slice(PADS)

@@ -73,7 +73,8 @@ def run(model_type: str, seed: int, gain: float) -> str:
     try:
         attention = model.config._attn_implementation
         want = {mode: generate(model, inputs, **flags) for mode, flags in MODES.items()}
-        if model_type.removeprefix(PREFIX) not in encoder_decoders.EAGER or not model_type.startswith(PREFIX):
+        own = model_type.startswith(PREFIX) and model_type.removeprefix(PREFIX) in encoder_decoders.OWN_ATTENTION
+        if not own:
             model.set_attn_implementation("paged")
         pool = poison(hf_paged.PagePool.for_model(model, num_blocks=200, block_size=4))
         for mode, flags in MODES.items():
@@ -82,12 +83,14 @@ def run(model_type: str, seed: int, gain: float) -> str:
                 pool.check_integrity()
             assert torch.equal(want[mode], got), f"{model_type}, {mode}:\n{want[mode]}\n{got}"
             assert pool.stats().used == 0
-        model.set_attn_implementation(attention)
+        if not own:
+            model.set_attn_implementation(attention)
     finally:
         KERNELS["cpu"] = kernel
     paged, all_layers = len(pool.geometry), len(pool.layers)
-    own = sorted({layer.name for layer in pool.layers if isinstance(layer, hf_paged.OwnLayer)})
-    return f"{'kernel' if calls[0] else 'dense'}, {paged} of {all_layers} layers paged{', ' + ', '.join(own) if own else ''}"
+    others = sorted({layer.name for layer in pool.layers if isinstance(layer, hf_paged.OwnLayer)})
+    served = [f"{'kernel' if calls[0] else 'dense'}, {paged} of {all_layers} layers paged", *others]
+    return ", ".join(served)
 
 
 @pytest.mark.parametrize("model_type", sorted(json.loads(SEEDS_FILE.read_text())) if SEEDS_FILE.exists() else [])

@@ -67,7 +67,9 @@ def gathers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
 def test_cache_goes_in_and_comes_back(form: str, bart: Any) -> None:
     pool, inputs = make_pool(bart), sources(2, 5)
     cache, cross = PagedCache(pool), PagedCache(pool)
-    given = {"cache": cache, "pair": EncoderDecoderCache(cache, cross), "explicit": PagedEncoderDecoderCache(cache)}[form]
+    given = {"cache": cache, "pair": EncoderDecoderCache(cache, cross), "explicit": PagedEncoderDecoderCache(cache)}[
+        form
+    ]
     out = bart.generate(**inputs, max_new_tokens=8, return_dict_in_generate=True, **{CACHE: given})
     returned = getattr(out, CACHE)
     assert torch.equal(default(bart, inputs, max_new_tokens=8), out.sequences)
@@ -178,7 +180,10 @@ def test_one_cache_for_both_halves_is_refused(bart: Any) -> None:
 def test_patch(bart: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other caches and models are left alone; without the patch the pair still serves."""
     assert GenerationMixin.generate._hf_paged and patch.apply() is None  # type: ignore[attr-defined]
-    for cache in (None, EncoderDecoderCache(PagedCache(make_pool(bart)), EncoderDecoderCache([]).cross_attention_cache)):
+    for cache in (
+        None,
+        EncoderDecoderCache(PagedCache(make_pool(bart)), EncoderDecoderCache([]).cross_attention_cache),
+    ):
         assert patch.paired(cache) is None
     monkeypatch.setattr(GenerationMixin, "generate", GenerationMixin.generate.__wrapped__)  # type: ignore[attr-defined]
     inputs, flags = sources(2, 5), dict(max_new_tokens=6, num_beams=2)
@@ -190,7 +195,9 @@ def test_patch(bart: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------------------------------------- the encoder's keys once
 
 
-@pytest.mark.parametrize("flags", [dict(num_beams=8), dict(do_sample=True, num_return_sequences=8)], ids=["beams", "samples"])
+@pytest.mark.parametrize(
+    "flags", [dict(num_beams=8), dict(do_sample=True, num_return_sequences=8)], ids=["beams", "samples"]
+)
 def test_encoder_keys_are_stored_once(flags: dict[str, Any], bart: Any) -> None:
     """One source, eight rows: six blocks of four tokens for the 21 keys of the encoder, and one row in the prefill."""
     inputs, pool = sources(1), make_pool(bart)
@@ -276,14 +283,13 @@ def test_cross_attention_is_native(kind: str, gathers: list[bool]) -> None:
         gathers.clear()
         with kernel_calls(pool) as calls:
             got = paged(model, inputs, pool, **flags)
-        assert torch.equal(default(model, inputs, model_attention(kind), **flags), got)
+        assert torch.equal(default(model, inputs, **flags), got)
         dense = pads < 0 and kind != "whisper"
+        dense |= kind == "t5" and RELEASE < (5, 20)  # its bias and its mask are one tensor there
         assert gathers.count(True) == (dense * 2 * LAYERS * 6)
-        assert len(calls) == ((kind != "t5") + (not dense)) * LAYERS * 6, "T5's self-attention has a bias, which no kernel takes"
-
-
-def model_attention(kind: str) -> str:
-    return "eager" if kind == "t5" and RELEASE < (5, 20) else "sdpa"
+        assert len(calls) == ((kind != "t5") + (not dense)) * LAYERS * 6, (
+            "T5's self-attention has a bias, which no kernel takes"
+        )
 
 
 def everything(mask: torch.Tensor | None, q_length: int) -> torch.Tensor | None:
@@ -331,6 +337,8 @@ def test_against_dense_attention(mask: Any, native: bool, q_length: int, additiv
             shown = slice(2) if mask is NOTHING else slice(None)
             torch.testing.assert_close(want[shown], got[shown], rtol=1e-5, atol=1e-5)
             assert bool(gathers) is not native
+        if RELEASE < (5, 10):
+            return  # its sdpa takes no bias
         bias = torch.zeros(1, 4, q_length, 11)
         gathers.clear()
         paged_attention(module, query, *handles, full, position_bias=bias)
@@ -406,8 +414,7 @@ def test_assisted_equals_greedy(kind: str, assistant: int) -> None:
     assert torch.equal(want, got)
 
 
+@pytest.mark.skipif(RELEASE < (5, 10), reason="upstream compares tokens with an eos_token_id of None")
 def test_prompt_lookup_equals_greedy(bart: Any) -> None:
     want = default(bart, sources(1), max_new_tokens=24)
     assert torch.equal(want, paged(bart, sources(1), make_pool(bart), max_new_tokens=24, prompt_lookup_num_tokens=3))
-
-
