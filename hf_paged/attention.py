@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
+from .cross import cross_attention
 from .kernels import KERNELS
 from .lazy import LazyKV, LazyMask, LazyTensor
 
@@ -37,6 +38,11 @@ def paged_attention(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    if key.state.cross:
+        seen = None if dropout else cross_attention(query, key, value, attention_mask, scaling, causal, kwargs)
+        if seen is not None:
+            return seen, None
+        return _dense(module, query, key.gathered(), value.gathered(), attention_mask, dropout, scaling, causal, kwargs)
     window = _native_window(query, key, attention_mask, causal, kwargs.get("sliding_window"))
     if window is None or dropout or kwargs.get("position_bias") is not None or kwargs.get("output_attentions"):
         attention_mask = _without_left_tokens(query, key, attention_mask, causal)
@@ -99,7 +105,7 @@ def _native_window(
         window = mask.window
     else:
         window = None
-    kept = key.state.pool.window_of(key.layer)
+    kept = key.state.window_of(key.layer)
     if window is not None and kept and not 0 < window <= kept:
         # The model looks back further than its cache keeps: as in the default cache, what is gone is not seen.
         if plan.q_length == 1:
@@ -110,7 +116,7 @@ def _native_window(
 
 def _without_left_tokens(query: Tensor, key: LazyKV, mask: Tensor | None, causal: bool) -> Tensor | None:
     """The mask, with the tokens hidden that had left the window of the layer's cache before this pass."""
-    left = key.plan.left_window(query.device, key.state.pool.window_of(key.layer))
+    left = key.plan.left_window(query.device, key.state.window_of(key.layer))
     if left is None:
         return mask
     q_length, width = query.shape[2], key.shape[2]

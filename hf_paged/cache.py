@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from .blocks import Int64
+from .blocks import Int64, PoolExhausted
 from .compat import CROP_TO_LENGTH, LinearAttentionLayer, query_length
 from .kernels import WRITERS
 from .layout import LayerGeometry, OwnLayer
@@ -174,6 +174,8 @@ class PagedCache(Cache):
     def _attach(self, state: CacheState, salt: str) -> None:
         self._state = state
         self.salt = salt
+        self._cross: PagedCache | None = None
+        self._owner: weakref.ref[PagedCache] | None = None  # of a cross-attention half: the self-attention half
         layers = [_make_layer(state, index, spec) for index, spec in enumerate(state.pool.layers)]
         super().__init__(layers=layers)
         # Bound to the state only: a finalizer that held the cache would keep it alive.
@@ -205,6 +207,24 @@ class PagedCache(Cache):
         of its first group of layers."""
         return self._state.tables.block_ids()
 
+    @property
+    def num_rows(self) -> int:
+        """Number of rows, 0 before the first forward pass."""
+        return self._state.tables.num_rows or (self._cross.num_rows if self._cross is not None else 0)
+
+    @property
+    def cross_attention(self) -> PagedCache | None:
+        """The keys and values of the encoder, beside those of an encoder-decoder model's decoder in this cache. None where
+        no such model has been run. See `PagedEncoderDecoderCache`."""
+        return self._cross
+
+    def own(self, cross: PagedCache) -> None:
+        """Make `cross` the cross-attention half of this cache. Raises `ValueError` for a cache that is its own half."""
+        if cross is self:
+            raise ValueError("self-attention and cross-attention need a PagedCache each, got one for both")
+        self._cross, cross._owner = cross, weakref.ref(self)
+        cross._state.cross = True
+
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -214,7 +234,13 @@ class PagedCache(Cache):
                 f"the model uses layer {layer_idx}, but the pool was made for {len(self.layers)} layers: make the pool with "
                 "PagePool.for_model(this_model)"
             )
-        return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+        try:
+            return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+        except PoolExhausted:
+            owner = self._owner and self._owner()
+            if owner and owner._state.plan:  # its layer has just written: undo that too
+                owner.rewind(owner._state.plan.start)
+            raise
 
     # ---------------------------------------------------------------------------------------------------------- rows
 
@@ -242,6 +268,8 @@ class PagedCache(Cache):
                 twin.layers[index] = copy.deepcopy(layer)
         for layer in twin._stateful:
             layer.reorder_cache(torch.from_numpy(chosen))
+        if self._cross is not None:
+            twin.own(self._cross.fork(rows=chosen))
         return twin
 
     @classmethod
@@ -249,15 +277,16 @@ class PagedCache(Cache):
         """One cache with the rows of all `caches`, in that order, padded on the left to the longest. It shares all blocks
         with them and copies nothing; they stay as they are.
 
-        Raises `ValueError` where they have not one pool and salt, or none is given, and `RuntimeError` where a layer keeps
-        other states than keys and values, or a forward pass failed half way.
+        Raises `ValueError` where they have not one pool and salt, or none is given, and `RuntimeError` where a cache holds
+        other states than the keys and values of a decoder, or a forward pass failed half way.
         """
         if not caches or len({(id(cache.pool), cache.salt) for cache in caches}) > 1:
             raise ValueError(f"join needs caches of one pool and one salt, got {list(caches)}")
         if any(cache._state.released for cache in caches):
             raise RuntimeError("one of the caches to join was released")
-        if caches[0]._stateful:
-            raise RuntimeError(f"layers that keep states of their own cannot be joined: {caches[0]._stateful}")
+        if caches[0]._stateful or any(cache.cross_attention is not None for cache in caches):
+            own = caches[0]._stateful or "cross-attention"
+            raise RuntimeError(f"caches that hold more than the keys and values of a decoder cannot be joined: {own}")
         for cache in caches:
             if any(layer.width != cache._state.width for layer in cache._paged):
                 raise RuntimeError("a forward pass of one of the caches to join failed half way: reset that cache")
@@ -271,9 +300,15 @@ class PagedCache(Cache):
         """Row `i` becomes what row `rows[i]` was. Rows may repeat, which forks them, or be left out, which frees them.
         Moves table entries, never keys or values; the identity does nothing."""
         chosen = _row_numbers(rows)
-        if self._state.select(chosen):
-            for layer in self._stateful:
-                layer.reorder_cache(torch.from_numpy(chosen))
+        cross = self._cross
+        if cross is not None and cross.num_rows:
+            cross.select(chosen)
+            if not self._state.tables.num_rows:
+                return  # cropped to nothing, while the encoder's keys stay
+        identity = np.array_equal(chosen, np.arange(self._state.tables.num_rows))
+        self._state.select(chosen)
+        for layer in [] if identity else self._stateful:
+            layer.reorder_cache(torch.from_numpy(chosen))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the rows for beam search."""
@@ -281,7 +316,7 @@ class PagedCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times in a row."""
-        self.select(np.repeat(np.arange(self._state.tables.num_rows), repeats))
+        self.select(np.repeat(np.arange(self.num_rows), repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the given rows, in the given order."""
@@ -321,6 +356,8 @@ class PagedCache(Cache):
         """Give all blocks back and start over with any batch size, also after a failed forward pass."""
         self._state.reset()
         self._empty_layers()
+        if self._cross is not None:
+            self._cross.reset()
 
     def _empty_layers(self) -> None:
         for index, spec in enumerate(self.pool.layers):
@@ -335,6 +372,8 @@ class PagedCache(Cache):
         """Give all blocks back for good. Safe to call twice."""
         self._state.release()
         self._empty_layers()
+        if self._cross is not None:
+            self._cross.release()
 
     def __enter__(self) -> PagedCache:
         return self

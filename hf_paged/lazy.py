@@ -100,7 +100,7 @@ class LazyKV(LazyTensor):
     def make(self) -> Tensor:
         """See `gathered`. Raises `RuntimeError` where the reader's mask would show it tokens that are gone."""
         pool = self.state.pool
-        window = pool.window_of(self.layer)
+        window = self.state.window_of(self.layer)
         if not pool.masks_slide and self.plan.left_window(self.blocks.device, window) is not None:
             raise RuntimeError(
                 f"layer {self.layer} keeps a window of {window} tokens, but this model's masks show all of them: run it with "

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -79,6 +79,8 @@ class StepPlan:
         self._on_device: dict[tuple[torch.device, int], DevicePlan] = {}
         self._dense_index: dict[tuple[torch.device, int], tuple[Tensor, Tensor | None]] = {}
         self._left_window: dict[tuple[torch.device, int], Tensor] = {}
+        self._single_queries: dict[tuple[torch.device, int, int], tuple[Tensor, Tensor, Tensor]] = {}
+        self._once: dict[str, tuple[Any, Any]] = {}
 
     def served(self, layers: int) -> bool:
         """Whether all of so many layers have written, and a kernel has read every one of them."""
@@ -105,6 +107,24 @@ class StepPlan:
                 torch.from_numpy(self._cu_seqlens_q).to(device, non_blocking=True),
             )
         return self._on_device[device, group]
+
+    def single_queries(self, device: torch.device, group: int, q_length: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Block table [B * q_length, M], lengths and `cu_seqlens_q` for `q_length` queries per row, each of which sees all
+        that its row holds."""
+        if (device, group, q_length) not in self._single_queries:
+            plan, count = self.on(device, group), self.rows * q_length
+            self._single_queries[device, group, q_length] = (
+                plan.block_table.repeat_interleave(q_length, 0),
+                plan.seq_lens.repeat_interleave(q_length),
+                torch.arange(count + 1, dtype=torch.int32, device=device),
+            )
+        return self._single_queries[device, group, q_length]
+
+    def once(self, name: str, subject: Any, decide: Callable[[], Any]) -> Any:
+        """What `decide()` says of `subject`. All layers of a forward pass share their masks, so only the first one asks."""
+        if name not in self._once or self._once[name][0] is not subject:
+            self._once[name] = subject, decide()
+        return self._once[name][1]
 
     def dense_index(self, device: torch.device, group: int = 0) -> tuple[Tensor, Tensor | None]:
         """For the dense view: the slot of every padded position, int64 [B * width], and which of the positions hold

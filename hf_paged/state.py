@@ -49,12 +49,14 @@ class CacheState:
     dies at once and its finalizer gives the blocks back.
 
     `width` counts padded positions, the same for all rows; a row's length counts its real tokens. `real` is bool
-    [B, width], or None as long as there was no pad. `version` changes whenever stored tokens move or go away.
+    [B, width], or None as long as there was no pad. `version` changes whenever stored tokens move or go away. `cross` marks
+    the keys of an encoder: written once, whole, and seen whole by every query, whatever window the decoder's layers have.
     """
 
     def __init__(self, pool: PagePool):
         self.pool = pool
         self.groups = [BlockTables(pool.manager) for _ in pool.groups]
+        self.cross = False
         self.recording = False  # whether tokens that leave a window are kept until the next `crop`
         self.width = 0
         self.real: Bool | None = None
@@ -71,6 +73,10 @@ class CacheState:
     def tables(self) -> BlockTables:
         """The block tables of the first layer group. Rows and lengths are the same in all of them."""
         return self.groups[0]
+
+    def window_of(self, layer: int) -> int:
+        """Tokens that this cache keeps of `layer`, 0: all."""
+        return 0 if self.cross else self.pool.window_of(layer)
 
     # ------------------------------------------------------------------------------------------------ a forward pass
 
@@ -245,8 +251,11 @@ class CacheState:
     # ---------------------------------------------------------------------------------------------------------- rows
 
     def select(self, rows: ArrayLike) -> bool:
-        """Row `i` becomes what row `rows[i]` was. Costs table entries only; the identity costs nothing and returns False."""
+        """Row `i` becomes what row `rows[i]` was. Costs table entries only; the identity, and an exchange of rows that hold
+        the same frames, changes nothing and returns False."""
         rows = np.asarray(rows, np.int64)
+        if self._unchanged_by(rows):
+            return False
         if not all([tables.select(rows) for tables in self.groups]):
             return False  # the identity, in all groups alike
         self.real = None if self.real is None else self.real[rows]
@@ -254,6 +263,11 @@ class CacheState:
         if self.history is not None:
             self.history.select(rows)
         return True
+
+    def _unchanged_by(self, rows: Int64) -> bool:
+        if len(rows) != self.tables.num_rows or not all(tables.unchanged_by(rows) for tables in self.groups):
+            return False
+        return self.real is None or bool((self.real[rows] == self.real).all())
 
     def crop(self, width: int) -> None:
         """Keep the first `width` padded positions of every row. Raises `ValueError` where that reaches back further than a
@@ -290,7 +304,7 @@ class CacheState:
         twin = CacheState(self.pool)
         with self.pool.manager.lock:
             twin.groups = [tables.fork(rows=rows) for tables in self.groups]
-        twin.recording = self.recording
+        twin.cross, twin.recording = self.cross, self.recording
         twin.width = self.width
         twin.real = None if self.real is None else self.real[rows]
         self._settle()

@@ -168,6 +168,12 @@ class BlockTables:
             self.starts = self.starts[chosen]
             return True
 
+    def unchanged_by(self, rows: Int64) -> bool:
+        """Whether `select(rows)` would put rows in place of rows that hold the same frames."""
+        if len(rows) != self.num_rows or (len(rows) and (rows.min() < 0 or rows.max() >= self.num_rows)):
+            return False
+        return all(np.array_equal(kept[rows], kept) for kept in (self.lengths, self.starts, self.table))
+
     def _chosen(self, rows: ArrayLike) -> Int64:
         chosen = np.asarray(rows, np.int64)
         if chosen.ndim != 1 or (len(chosen) and (chosen.min() < 0 or chosen.max() >= self.num_rows)):

@@ -7,9 +7,9 @@ missing or has changed: results stay right then, only sharing is lost. `HF_PAGED
 import os
 import warnings
 
-from . import assisted, history, prefill
+from . import assisted, encoder_decoder, history, prefill
 
-PATCHES = (prefill, history, assisted)
+PATCHES = (prefill, history, assisted, encoder_decoder)
 
 
 def apply() -> None:

@@ -2,7 +2,7 @@
 
 Wraps       `transformers.generation.GenerationMixin._assisted_decoding`
 Checked     transformers 5.24.0
-Acts        only where the cache is a `PagedCache` that holds tokens
+Acts        only where the cache is a `PagedCache` that holds tokens, or the halves of an encoder-decoder model's
 Why         upstream feeds the whole sequence in its first step, also when part of it is cached, so those tokens would stand
             in the cache twice; no hook lies before that step
 Delete      when upstream slices its first step as it does in `_prefill`
@@ -17,9 +17,7 @@ from typing import Any
 from torch import Tensor
 from transformers.generation import GenerationMixin
 
-from hf_paged.cache import PagedCache
-
-from .prefill import cache_in, covers_everything, leave_one_token
+from .prefill import covers_everything, leave_one_token, paged_in
 
 TITLE = "assisted decoding from a filled cache"
 
@@ -36,15 +34,15 @@ def apply() -> str | None:
 
     @functools.wraps(upstream)
     def _assisted_decoding(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        cache = cache_in(kwargs)
-        if not isinstance(cache, PagedCache) or not cache.get_seq_length():
+        cache = paged_in(kwargs)
+        if cache is None or not cache.get_seq_length():
             return upstream(self, input_ids, *args, **kwargs)
         generation_config = kwargs["generation_config"]
         leave_one_token(input_ids, generation_config, kwargs, cache)
         whole, prepare = covers_everything(input_ids, generation_config, kwargs), self.prepare_inputs_for_generation
 
         def sliced(ids: Tensor, next_sequence_length: int | None = None, **inputs: Any) -> Any:
-            if whole and next_sequence_length is None and cache_in(inputs) is cache:
+            if whole and next_sequence_length is None and paged_in(inputs) is cache:
                 next_sequence_length = ids.shape[1] - cache.get_seq_length()
             return prepare(ids, next_sequence_length=next_sequence_length, **inputs)
 

@@ -15,9 +15,7 @@ from typing import Any
 from torch import Tensor
 from transformers.generation import GenerationMixin
 
-from hf_paged.cache import PagedCache
-
-from .prefill import cache_in
+from .prefill import paged_in
 
 TITLE = "finding generated tokens by later prompts"
 
@@ -32,8 +30,8 @@ def apply() -> str | None:
 
     @functools.wraps(upstream)
     def prepare_inputs_for_generation(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        cache = cache_in(kwargs)
-        if isinstance(cache, PagedCache) and input_ids is not None:
+        cache = paged_in(kwargs)
+        if cache is not None and input_ids is not None:
             cache._state.follow(input_ids)
         return upstream(self, input_ids, *args, **kwargs)
 

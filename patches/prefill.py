@@ -3,7 +3,7 @@ prompt again.
 
 Wraps       `transformers.generation.GenerationMixin._prefill`
 Checked     transformers 5.0.0, 5.10.4, 5.17.0, 5.24.0
-Acts        only where the cache is a `PagedCache`
+Acts        only where the cache is a `PagedCache`, or the halves of an encoder-decoder model's
 Why         `generate` repeats the rows for beams and samples before the prefill, and callers repeat rows themselves; no
             hook lies between the repetition and the forward pass. And where the cache already holds the whole prompt,
             upstream takes the last 0 tokens of it, `ids[:, -0:]`, which is all of them
@@ -13,6 +13,7 @@ Delete      when `generate` expands its inputs after the prefill, and slices a c
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from transformers.generation import GenerationMixin
 
 from hf_paged import packing, reuse
 from hf_paged.cache import PagedCache
+from hf_paged.encoder_decoder import PagedEncoderDecoderCache
 from hf_paged.state import Packing
 
 TITLE = "sharing of equal prompts"
@@ -33,7 +35,8 @@ CACHE_NAMES = ("cache", "past_key_values")
 MIN_CHUNK = 256  # tokens; a smaller chunk would cost the rest of the model more than it saves
 # Arguments that are known to act on each row alone, and to be [B, ...] or the same for all rows. With any other one
 # present, rows of equal tokens may still differ, and nothing is shared.
-ROW_WISE = {"attention_mask", "position_ids", "token_type_ids"}
+ROW_WISE = {"attention_mask", "position_ids", "token_type_ids", "decoder_attention_mask", "decoder_position_ids"}
+ENCODED = "encoder_outputs"  # an output of the encoder, whose tensors are row-wise
 SAME_FOR_ALL = {"use_cache", "logits_to_keep", "output_attentions", "output_hidden_states", "return_dict"}
 
 
@@ -53,9 +56,13 @@ def apply() -> str | None:
     return None
 
 
-def cache_in(arguments: dict[str, Any]) -> Any:
-    """The cache among the arguments of a call, None if there is none."""
-    return next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
+def paged_in(arguments: dict[str, Any]) -> PagedCache | None:
+    """The `PagedCache` among the arguments of a call; of an encoder-decoder model, the self-attention half. None if there
+    is none."""
+    cache = next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
+    if isinstance(cache, PagedEncoderDecoderCache):
+        cache = cache.self_attention_cache
+    return cache if isinstance(cache, PagedCache) else None
 
 
 def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
@@ -63,8 +70,8 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
     def _prefill(
         self: Any, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        cache = cache_in(model_kwargs)
-        if not isinstance(cache, PagedCache):
+        cache = paged_in(model_kwargs)
+        if cache is None:
             return upstream(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
         leave_one_token(input_ids, generation_config, model_kwargs, cache)
 
@@ -76,7 +83,7 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
             state.history = None if prompt is None else prompt.history
             try:
                 outputs = None
-                if generation_config.prefill_chunk_size is None:
+                if generation_config.prefill_chunk_size is None and cache.cross_attention is None:
                     outputs = _run_packed(self, input_ids, generation_config, model_kwargs, cache, prompt)
                 if outputs is None:
                     if prompt is not None and fresh:
@@ -98,10 +105,10 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
         batch, shared = len(inverse), len(first)
         rows = torch.from_numpy(first)
         few = {
-            name: value[rows.to(value.device)] if name in ROW_WISE and _is_per_row(value, batch) else value
+            name: _chosen(value, rows, batch) if name in ROW_WISE or name == ENCODED else value
             for name, value in model_kwargs.items()
         }
-        if cache.get_seq_length():
+        if cache.num_rows:
             cache.select(first)
         try:
             outputs = run(input_ids[rows.to(input_ids.device)], few)
@@ -109,7 +116,7 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
             # Older releases note in the arguments how far they have come.
             model_kwargs.update({name: value for name, value in few.items() if name not in model_kwargs})
             # Also on failure: rows that were equal before hold the same blocks, so this puts the cache back as it was.
-            if len(cache.lengths) == shared:
+            if cache.num_rows == shared:
                 cache.select(inverse)
         return _repeat(outputs, torch.from_numpy(inverse), shared)
 
@@ -148,6 +155,7 @@ def _chunks_for_windows(
     chunk = max(window, MIN_CHUNK)
     if (
         not window
+        or cache.cross_attention is not None  # upstream would cut the encoder's mask
         or generation_config.prefill_chunk_size is not None
         or input_ids.shape[1] - cache.get_seq_length() < 2 * chunk
         or not packing.asked_for(model_kwargs) <= ROW_WISE | {"use_cache", "logits_to_keep", *CACHE_NAMES}
@@ -163,7 +171,7 @@ def _chunks_for_windows(
 
 def covers_everything(input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]) -> bool:
     """Whether `input_ids` are the whole sequence, cached tokens included, as `generate` decides it: by the mask's length."""
-    mask = model_kwargs.get("attention_mask")
+    mask = model_kwargs.get("attention_mask" if model_kwargs.get(ENCODED) is None else "decoder_attention_mask")
     covered = mask.shape[1] if mask is not None else getattr(generation_config, "_mask_length", -1)
     return bool(covered == input_ids.shape[1])
 
@@ -195,23 +203,52 @@ def equal_rows(input_ids: Tensor, model_kwargs: dict[str, Any], cache: PagedCach
     for name, value in model_kwargs.items():
         if name in CACHE_NAMES or name in SAME_FOR_ALL or value is None:
             continue
-        if name not in ROW_WISE or not isinstance(value, Tensor):
+        if name == ENCODED and isinstance(value, dict):
+            # Tuples of hidden states and attentions, kept for the caller, are not repeated for beams: nobody reads them.
+            values = [item for item in value.values() if isinstance(item, Tensor)]
+        elif name in ROW_WISE and isinstance(value, Tensor):
+            values = [value]
+        else:
             return None
-        if _is_per_row(value, batch):
-            per_row.append(value)
-        elif value.shape[0] != 1:
+        if not all(item.shape[0] in (1, batch) for item in values):
             return None
-    keys = [b"".join(parts) for parts in zip(*([row.tobytes() for row in t.cpu().numpy()] for t in per_row))]
-    if cache.get_seq_length():
-        stored = cache._state.row_keys()
-        if len(stored) != batch:
-            return None  # the forward pass says so in a sentence
-        keys = [new + old for new, old in zip(keys, stored)]
-    groups: dict[bytes, int] = {}
-    inverse = np.array([groups.setdefault(key, len(groups)) for key in keys])
+        per_row += [item for item in values if _is_per_row(item, batch)]
+    keys: list[list[Any]] = [which_row(item) for item in per_row]
+    for half in (cache, cache.cross_attention):
+        if half is not None and half.get_seq_length():
+            keys.append(half._state.row_keys())
+            if len(keys[-1]) != batch:
+                return None  # the forward pass says so in a sentence
+    groups: dict[tuple[Any, ...], int] = {}
+    inverse = np.array([groups.setdefault(key, len(groups)) for key in zip(*keys)])
     if len(groups) == batch:
         return None
     return np.unique(inverse, return_index=True)[1], inverse
+
+
+def which_row(values: Tensor) -> list[int]:
+    """A number per row of `values` [B, ...], the same for two rows exactly when they are equal bit by bit.
+
+    Equal rows mostly stand side by side, as `generate` repeats them: one comparison of neighbours on the device, and only
+    the first row of each run goes to the host.
+    """
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+    flat = values.detach().reshape(len(values), -1).contiguous().view(bits)
+    starts = torch.ones(len(flat), dtype=torch.bool, device=flat.device)
+    starts[1:] = (flat[1:] != flat[:-1]).any(1)
+    numbers: dict[bytes, int] = {}
+    heads = [numbers.setdefault(row.tobytes(), len(numbers)) for row in flat[starts].cpu().numpy()]
+    return [heads[run] for run in (starts.cumsum(0) - 1).tolist()]
+
+
+def _chosen(value: Any, rows: Tensor, batch: int) -> Any:
+    """The given rows of an argument."""
+    if isinstance(value, dict):
+        chosen = copy.copy(value)
+        for name, item in value.items():
+            chosen[name] = _chosen(item, rows, batch)
+        return chosen
+    return value[rows.to(value.device)] if _is_per_row(value, batch) else value
 
 
 def _is_per_row(value: Any, batch: int) -> bool:

@@ -8,6 +8,7 @@ gain under which none does: the default cache's own tokens stay when all weights
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import sys
@@ -15,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import architectures
+import encoder_decoders
 import pytest
 import torch
 from tiny import CACHE, poison
-from transformers import EncoderDecoderCache
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import hf_paged
@@ -26,9 +27,9 @@ from hf_paged.kernels import KERNELS
 from hf_paged.layout import UNSUPPORTED
 
 SEEDS_FILE = Path(__file__).with_name("architectures.json")
-PREFIX = "encoder-decoder "
+PREFIX = "seq2seq "
 TYPES = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(architectures.SKIP))
-TYPES += [PREFIX + name for name in architectures.ENCODER_DECODER]
+TYPES += [PREFIX + name for name in encoder_decoders.TYPES if name not in encoder_decoders.EXCEPTIONS]
 MODES: dict[str, dict[str, Any]] = {
     "greedy": dict(),
     "beams": dict(num_beams=3),
@@ -39,7 +40,8 @@ NEW = 14
 
 @functools.cache
 def built(model_type: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    model = architectures.build(model_type.removeprefix(PREFIX), model_type.startswith(PREFIX))
+    seq2seq, name = model_type.startswith(PREFIX), model_type.removeprefix(PREFIX)
+    model = encoder_decoders.build(name) if seq2seq else architectures.build(name, False)
     return model, {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
@@ -47,13 +49,19 @@ def ready(model_type: str, seed: int, gain: float) -> tuple[Any, dict[str, torch
     """The model under the given weights, and inputs: 21 tokens, 5 of them pads in the first row, past a window of 16."""
     model, initial = built(model_type)
     architectures.condition(model, initial, seed, gain)
-    return model, architectures.make_inputs(model, model_type.startswith(PREFIX), seed)
+    if model_type.startswith(PREFIX):
+        return model, encoder_decoders.make_inputs(model, model_type.removeprefix(PREFIX), seed)
+    return model, architectures.make_inputs(model, False, seed)
 
 
 def generate(model: Any, inputs: dict[str, torch.Tensor], cache: Any = None, **flags: Any) -> torch.Tensor:
     torch.manual_seed(7)
     extra = {} if cache is None else {CACHE: cache}
-    return model.generate(**inputs, max_new_tokens=NEW, min_new_tokens=NEW, **flags, **extra)
+    generation_config = copy.deepcopy(model.generation_config)  # some models change it
+    try:
+        return model.generate(**inputs, max_new_tokens=NEW, min_new_tokens=NEW, **flags, **extra)
+    finally:
+        model.generation_config = generation_config
 
 
 def run(model_type: str, seed: int, gain: float) -> str:
@@ -65,21 +73,24 @@ def run(model_type: str, seed: int, gain: float) -> str:
     try:
         attention = model.config._attn_implementation
         want = {mode: generate(model, inputs, **flags) for mode, flags in MODES.items()}
-        model.set_attn_implementation("paged")
+        own = model_type.startswith(PREFIX) and model_type.removeprefix(PREFIX) in encoder_decoders.OWN_ATTENTION
+        if not own:
+            model.set_attn_implementation("paged")
         pool = poison(hf_paged.PagePool.for_model(model, num_blocks=200, block_size=4))
         for mode, flags in MODES.items():
-            with hf_paged.PagedCache(pool) as cache, hf_paged.PagedCache(pool) as cross:
-                both = EncoderDecoderCache(cache, cross) if model_type.startswith(PREFIX) else cache
-                got = generate(model, inputs, both, **flags)
+            with hf_paged.PagedCache(pool) as cache:
+                got = generate(model, inputs, cache, **flags)
                 pool.check_integrity()
             assert torch.equal(want[mode], got), f"{model_type}, {mode}:\n{want[mode]}\n{got}"
             assert pool.stats().used == 0
-        model.set_attn_implementation(attention)
+        if not own:
+            model.set_attn_implementation(attention)
     finally:
         KERNELS["cpu"] = kernel
     paged, all_layers = len(pool.geometry), len(pool.layers)
-    own = sorted({layer.name for layer in pool.layers if isinstance(layer, hf_paged.OwnLayer)})
-    return f"{'kernel' if calls[0] else 'dense'}, {paged} of {all_layers} layers paged{', ' + ', '.join(own) if own else ''}"
+    others = sorted({layer.name for layer in pool.layers if isinstance(layer, hf_paged.OwnLayer)})
+    served = [f"{'kernel' if calls[0] else 'dense'}, {paged} of {all_layers} layers paged", *others]
+    return ", ".join(served)
 
 
 @pytest.mark.parametrize("model_type", sorted(json.loads(SEEDS_FILE.read_text())) if SEEDS_FILE.exists() else [])

@@ -235,7 +235,7 @@ def test_layers_on_two_devices() -> None:
     cache.select([0, 0])
     feed(2)  # copies the shared block on both devices
     assert pool.stats().cow_copies == 1 and cache.lengths == [5, 5]
-    keys, values = list(cache)[0]
+    keys = cache.layers[0].keys
     assert keys is not None and keys.dense()[:, 0, :, 0].tolist() == [[3, 3, 3, 2, 2]] * 2
     moved = torch.zeros(2, 2, 1, 4, device="meta")
     with pytest.raises(ValueError, match="delivers keys on meta, but its blocks are on cpu"):
