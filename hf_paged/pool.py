@@ -239,7 +239,8 @@ class PagePool:
         make = torch.zeros if backend.needs_zeroed_frames or widths != dims else torch.empty
         with torch.inference_mode(False):  # a tensor made under inference mode could not be written to outside
             keys, values = (
-                make(self.num_blocks, self.block_size, heads, width, dtype=self.dtype, device=device) for width in widths
+                make(self.num_blocks, self.block_size, heads, width, dtype=self.dtype, device=device)
+                for width in widths
             )
         if kernel == "cpu":
             for tensor in (keys, values):

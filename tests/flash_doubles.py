@@ -82,7 +82,9 @@ def paged(
                 weight = torch.where(seen, score, -math.inf)
                 extra = -math.inf if sink is None else float(sink[head])
                 peak = max([extra, *weight[seen].tolist()])
-                weight = torch.where(seen, (score - peak).exp(), 0.0) if math.isfinite(peak) else torch.zeros(len(score))
+                weight = (
+                    torch.where(seen, (score - peak).exp(), 0.0) if math.isfinite(peak) else torch.zeros(len(score))
+                )
                 total = weight.sum() + (math.exp(extra - peak) if math.isfinite(extra) else 0.0)
                 value = weight @ values[:, head // group]
                 out[starts[row] + i, head] = value / total if total > 0 else value
@@ -136,7 +138,9 @@ class FlashAttn2(Double):
         self._check(q, k, v, block_table, batch)
         for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
             check(cu_seqlens.dtype == torch.int32, f"{name} must have dtype int32")
-            check(cu_seqlens.is_contiguous() and cu_seqlens.shape == (batch + 1,), f"{name} must have shape (batch + 1)")
+            check(
+                cu_seqlens.is_contiguous() and cu_seqlens.shape == (batch + 1,), f"{name} must have shape (batch + 1)"
+            )
         check(q.shape[0] > 0 and type(max_seqlen_q) is type(max_seqlen_k) is int, "max_seqlen must be int")
         check(q.shape[-1] % 8 == 0, "query, key, value, and out_ must have a head_size that is a multiple of 8")
         if max_seqlen_q == 1 and q.shape[1] > k.shape[2] and window_size[0] < 0 and window_size[1] < 0:
@@ -175,7 +179,9 @@ class FlashAttn2(Double):
         check(cache_batch_idx is None, "Paged KVcache does not support cache_batch_idx")
         check(cache_leftpad is None, "We don't support Paged KV and leftpad_k running at the same time yet")
         check(cache_seqlens.dtype == torch.int32, "seqlens_k must have dtype int32")
-        check(cache_seqlens.is_contiguous() and cache_seqlens.shape == (q.shape[0],), "seqlens_k must have shape (batch)")
+        check(
+            cache_seqlens.is_contiguous() and cache_seqlens.shape == (q.shape[0],), "seqlens_k must have shape (batch)"
+        )
         lengths, flat = cache_seqlens.tolist(), q.flatten(0, 1)
         starts = starts_of(None, q)
         out = paged(flat, k_cache, v_cache, block_table, lengths, starts, softmax_scale, causal, window_size, softcap)
@@ -238,7 +244,9 @@ class FlashAttn3(Double):
         self.record("with_kvcache", arguments)
         return self._run(**{name: value for name, value in arguments.items() if name != "self"})
 
-    def _run(self, q, k_cache, v_cache, cache_seqlens, page_table, cu_seqlens_q, max_seqlen_q, sink=None, **kwargs: Any):
+    def _run(
+        self, q, k_cache, v_cache, cache_seqlens, page_table, cu_seqlens_q, max_seqlen_q, sink=None, **kwargs: Any
+    ):
         check(q.dtype in HALF, "FlashAttention only supports fp16, bf16, and fp8_e4m3 data type")
         check(k_cache.dtype == v_cache.dtype == q.dtype, "query and key must have the same dtype")
         check(all(x.stride(-1) == 1 for x in (q, k_cache, v_cache)), "Input tensor must have contiguous last dimension")
@@ -251,7 +259,10 @@ class FlashAttn3(Double):
             check(max_seqlen_q is not None, "max_seqlen_q must be provided if cu_seqlens_q is provided")
         starts = starts_of(cu_seqlens_q, q)
         check(len(starts) - 1 == page_table.shape[0], "batch_size must be equal to batch_size_k")
-        check(cache_seqlens.dtype == torch.int32 and cache_seqlens.shape == (len(starts) - 1,), "seqused_k: int32, (batch)")
+        check(
+            cache_seqlens.dtype == torch.int32 and cache_seqlens.shape == (len(starts) - 1,),
+            "seqused_k: int32, (batch)",
+        )
         check(kwargs.get("cache_leftpad") is None, "left padding is not expected here")
         check(q.shape[-1] % 8 == 0 and q.shape[-1] <= 256, "head_size should be a multiple of 8")
         check(k_cache.shape[-1] == q.shape[-1], "k must have shape (num_pages, page_size, num_heads_k, head_size)")

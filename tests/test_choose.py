@@ -91,7 +91,9 @@ def test_explicit_pairs_that_cannot_be(machine: Machine) -> None:
     machine((8, 0), "flash2")
     layers = [LayerGeometry(2, 64, 64)]
     options: dict[str, Any] = dict(num_blocks=4, dtype=torch.float16, device="cuda")
-    with pytest.raises(ValueError, match=r"kernel='flash2' cannot serve this pool: .*multiples of 256, not 16: use 256"):
+    with pytest.raises(
+        ValueError, match=r"kernel='flash2' cannot serve this pool: .*multiples of 256, not 16: use 256"
+    ):
         PagePool(layers, kernel="flash2", block_size=16, **options)
     assert PagePool(layers, kernel="flash2", **options).block_size == 256
     with pytest.raises(ValueError, match=r"kernel='flash4' cannot serve this pool: FlashAttention 4 is not installed"):
@@ -116,11 +118,11 @@ def test_on_cpus() -> None:
         choose("cpu", None, CPU, torch.float32, [(12, 64)])
 
 
-def test_slow_where_a_fast_kernel_could_be_had_is_said_once(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_where_a_fast_kernel_could_be_had_is_said_once(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine((9, 0), triton=False)
-    with pytest.warns(UserWarning, match="slow reference kernel: FlashAttention 3 is not .*the triton kernel needs.*doctor"):
+    with pytest.warns(
+        UserWarning, match="slow reference kernel: FlashAttention 3 is not .*the triton kernel needs.*doctor"
+    ):
         assert choose(None, None, CUDA, torch.bfloat16, DIMS)[:2] == ("reference", 16)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -285,7 +285,9 @@ def gpt_oss() -> Any:
     torch.manual_seed(0)
     config = GptOssConfig(
         **dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2),
-        **dict(head_dim=16, num_local_experts=2, num_experts_per_tok=1, vocab_size=160, sliding_window=8, pad_token_id=0),
+        **dict(
+            head_dim=16, num_local_experts=2, num_experts_per_tok=1, vocab_size=160, sliding_window=8, pad_token_id=0
+        ),
     )
     model = GptOssForCausalLM(config).eval()
     for name, parameter in model.named_parameters():
@@ -295,7 +297,9 @@ def gpt_oss() -> Any:
     return model.half()
 
 
-@pytest.mark.parametrize(("kernel", "native"), [("double2", False), ("double3", False), ("double3s", True), ("double4", True)])
+@pytest.mark.parametrize(
+    ("kernel", "native"), [("double2", False), ("double3", False), ("double3s", True), ("double4", True)]
+)
 def test_layers_with_sinks_go_where_sinks_are(kernel: str, native: bool, gpt_oss: Any) -> None:
     """A backend without sinks is never called for a layer that has some; another kernel reads the same storage."""
     inputs = prompts([20, 7])
@@ -362,7 +366,9 @@ def test_problems_name_what_would_serve() -> None:
     assert "up to 128, or 192 and 128" in str(blackwell.problem(cpu, half, 256, 256, 128))
     assert "only on CUDA devices" in str(BACKENDS["flash2"].problem(cpu, half, 64, 64, 256))
     old = Flash2(lambda: Functions(lambda q: q, lambda q, block_table: q, "flash-attn 2.5"), lambda device: (8, 0))
-    assert "flash-attn 2.5 is too old for flash2: it does not know cache_seqlens" in str(old.problem(cpu, half, 8, 8, 256))
+    assert "flash-attn 2.5 is too old for flash2: it does not know cache_seqlens" in str(
+        old.problem(cpu, half, 8, 8, 256)
+    )
 
 
 @pytest.mark.parametrize(("version", "double"), [(2, FlashAttn2), (3, FlashAttn3), (4, FlashAttn4)])

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from hf_paged.kernels import BACKENDS, KERNELS, WRITERS
-from hf_paged.kernels.choose import choose
 
 HERE = [name for name in KERNELS if not BACKENDS[name].problem(torch.device("cpu"), torch.float32, 16, 16, 16)]
 

@@ -73,7 +73,7 @@ class ModuleBackend(Backend):
     def __init__(self, module: ModuleType):
         self.module = module
 
-    def attention(self, *arguments: object) -> Tensor:  # type: ignore[override]
+    def attention(self, *arguments: object) -> Tensor:
         return self.module.attention(*arguments[:10])
 
     def write(self, *arguments: object) -> None:

@@ -84,7 +84,7 @@ def choose(
         if problem:
             raise ValueError(f"kernel={kernel!r} cannot serve this pool: {problem}")
         return Choice(kernel, size, "asked for")
-    passed_over = []
+    passed_over: list[str] = []
     for name in candidates(device) if order is None else order:
         backend = BACKENDS[name]
         size = backend.block_size if block_size is None else block_size
@@ -98,9 +98,7 @@ def choose(
     raise ValueError(f"no kernel of {order} serves this pool: {'; '.join(passed_over)}")
 
 
-def _warn_if_slow(
-    device: torch.device, dtype: torch.dtype, dims: list[tuple[int, int]], problems: list[str]
-) -> None:
+def _warn_if_slow(device: torch.device, dtype: torch.dtype, dims: list[tuple[int, int]], problems: list[str]) -> None:
     """Where a fast kernel could be had: on GPUs, and on CPUs where only the compiler is missing."""
     if device.type == "cuda" or (device.type == "cpu" and all(cpu.supports(dtype, *pair) for pair in dims)):
         _warn_once("; ".join(problems))

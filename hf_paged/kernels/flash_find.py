@@ -88,6 +88,5 @@ def version_of(functions: Functions) -> int | None:
 
 
 def _loaded_hub_kernels() -> list[tuple[ModuleType, str]]:
-    kernels = sys.modules.get("kernels")
-    loaded = getattr(kernels, "get_loaded_kernels", list)()
+    loaded: list[Any] = getattr(sys.modules.get("kernels"), "get_loaded_kernels", list)()
     return [(kernel.module, f"{kernel.metadata.name} from the Hub") for kernel in loaded]
