@@ -239,13 +239,13 @@ class PagePool:
         make = torch.zeros if backend.needs_zeroed_frames or widths != dims else torch.empty
         with torch.inference_mode(False):  # a tensor made under inference mode could not be written to outside
             keys, values = (
-                make(self.num_blocks, self.block_size, heads, width, dtype=self.dtype, device=device)
-                for width in widths
+                make(self.num_blocks, self.block_size, heads, width, dtype=self.dtype, device=device)[..., :dim]
+                for dim, width in zip(dims, widths)
             )
         if kernel == "cpu":
             for tensor in (keys, values):
                 kernels.cpu.advise_huge_pages(tensor)
-        return LayerStorage(keys[..., : dims[0]], values[..., : dims[1]], kernel)
+        return LayerStorage(keys, values, kernel)
 
     def copy_blocks(self, copy_from: Int32, copy_to: Int32) -> None:
         """Copy whole frames in every layer."""

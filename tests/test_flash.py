@@ -342,7 +342,7 @@ def test_hub_kernels_count_once_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_package_that_does_not_import_is_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash_find.import_utils, "is_flash_attn_2_available", lambda: True)
+    monkeypatch.setattr(flash_find, "flash_attention_installed", lambda version: version == 2)
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     with pytest.raises(KernelUnavailable, match="flash-attn is installed but cannot be used"):
         flash_find.find(2)

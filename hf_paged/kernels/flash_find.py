@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from transformers.utils import import_utils
+from hf_paged.compat import flash_attention_installed
 
 from .build import KernelUnavailable
 
@@ -51,14 +51,12 @@ class Functions(NamedTuple):
 def find(version: int) -> Functions:
     """FlashAttention `version` from its package, or from a Hub kernel that was loaded in this process before.
 
-    transformers' own loader serves only half: its checks know that two distributions share the module `flash_attn`, and are
-    asked here, but its import falls back to a download.
+    transformers' own loader would do the same, but where it finds no package it downloads a kernel.
 
     Raises `KernelUnavailable`, saying what to install.
     """
     package = PACKAGES[version]
-    is_available = getattr(import_utils, f"is_flash_attn_{version}_available", lambda: False)
-    if is_available():
+    if flash_attention_installed(version):
         try:
             module = importlib.import_module(package.module)
             source = f"{package.distribution} {importlib.metadata.version(package.distribution)}"
