@@ -331,5 +331,6 @@ def _even(q: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int) -> Tensor | None:
 
 
 def _readable(block_table: Tensor, window: int) -> Tensor:
-    """The table with frame 0 in place of the entries before the window, which hold no frame."""
+    """The table with frame 0 in place of the entries before the window, which hold no frame. What is read there has a weight
+    of 0, so it only must be finite, as all that a pool for versions 3 and 4 holds is: zeros, or what a model once wrote."""
     return block_table.clamp_min(0) if window else block_table
