@@ -1,4 +1,4 @@
-"""`python -m hf_paged bench`: what the cache brings on your own model and machine."""
+"""`python -m hf_paged bench`: what the cache brings on your own model and machine; `doctor`: which kernels serve there."""
 
 from __future__ import annotations
 
@@ -12,11 +12,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m hf_paged", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
-    from .bench import cli  # after the parser exists, so that --help needs no model code
+    from . import doctor  # after the parser exists, so that --help needs no model code
+    from .bench import cli
 
-    cli.add_arguments(commands.add_parser("bench", help="measure the default cache against hf_paged, side by side"))
+    for name, module, text in (
+        ("bench", cli, "measure the default cache against hf_paged, side by side"),
+        ("doctor", doctor, "say which kernels serve here, and what would give better ones"),
+    ):
+        command = commands.add_parser(name, help=text)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
     options = parser.parse_args(arguments)
-    return cli.run(options)
+    return int(options.run(options))
 
 
 if __name__ == "__main__":

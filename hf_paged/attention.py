@@ -49,13 +49,13 @@ def paged_attention(
         return _dense(module, query, key.gathered(), value.gathered(), attention_mask, dropout, scaling, causal, kwargs)
 
     key.plan.attended.add(key.layer)
-    sinks = kwargs.get("s_aux")
+    softcap, sinks = kwargs.get("softcap") or 0.0, kwargs.get("s_aux")
     pool = key.state.pool
     plan = key.plan.on(query.device, pool.group_of[key.layer])
     batch, num_heads, q_length, dim = query.shape
     queries = query.transpose(1, 2).reshape(batch * q_length, num_heads, dim)  # [B * q_length, H_q, D_k]
     queries = queries if queries.stride(-1) == 1 else queries.contiguous()
-    out = KERNELS[pool.storage(key.layer).kernel](
+    out = KERNELS[pool.kernel_for(key.layer, window, softcap, sinks)](
         queries if plan.source is None else queries[plan.source],
         key.blocks,
         value.blocks,
@@ -64,8 +64,10 @@ def paged_attention(
         plan.cu_seqlens_q,
         dim**-0.5 if scaling is None else scaling,
         window,
-        kwargs.get("softcap") or 0.0,
+        softcap,
         None if sinks is None else sinks.float().contiguous(),
+        key.plan.max_seqlen_q,
+        key.plan.max_seqlen_k,
     )  # [T, H_q, D_v]
     if plan.source is not None:
         padded = out.new_zeros((batch * q_length, *out.shape[1:]))

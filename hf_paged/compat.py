@@ -8,6 +8,7 @@ from typing import Any
 import transformers
 from packaging.version import Version
 from transformers import LlamaForCausalLM, cache_utils
+from transformers.utils import import_utils
 
 RELEASE = Version(transformers.__version__).release[:2]
 
@@ -42,3 +43,10 @@ def mask_device(mask_arguments: dict[str, Any]) -> Any:
     """The device that a mask function is asked for."""
     positions = mask_arguments.get("cache_position")
     return mask_arguments.get("device", "cpu" if positions is None else positions.device)
+
+
+def flash_attention_installed(version: int) -> bool:
+    """Whether the package of FlashAttention `version` is there, on a machine with a GPU. Versions 2 and 4 share the module
+    `flash_attn`; transformers can tell them apart. Releases that do not know a version do not find it."""
+    is_available = getattr(import_utils, f"is_flash_attn_{version}_available", None)
+    return is_available is not None and bool(is_available())

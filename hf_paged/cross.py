@@ -39,9 +39,9 @@ def cross_attention(
         seen = plan.once("mask", mask, lambda: keys_seen(mask, batch, key.shape[2]))
         if seen is None:
             return None
-    pool, sinks = key.state.pool, kwargs.get("s_aux")
+    pool, softcap, sinks = key.state.pool, kwargs.get("softcap") or 0.0, kwargs.get("s_aux")
     block_table, seq_lens, cu_seqlens_q = plan.single_queries(query.device, pool.group_of[key.layer], q_length)
-    out = KERNELS[pool.storage(key.layer).kernel](
+    out = KERNELS[pool.kernel_for(key.layer, 0, softcap, sinks)](
         query.transpose(1, 2).reshape(batch * q_length, num_heads, dim),
         key.blocks,
         value.blocks,
@@ -50,8 +50,10 @@ def cross_attention(
         cu_seqlens_q,
         dim**-0.5 if scaling is None else scaling,
         0,
-        kwargs.get("softcap") or 0.0,
+        softcap,
         None if sinks is None else sinks.float().contiguous(),
+        1,
+        key.shape[2],
     )  # [B * q_length, H_q, D_v]
     return out.view(batch, q_length, num_heads, -1)
 

@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_outputs import BaseModelOutput
 
 from .compat import CACHE_NAME, HAS_HYBRID_LAYERS
+from .kernels.backend import SINKS, SOFTCAP
 
 logger = logging.getLogger(__name__)
 
@@ -150,6 +151,18 @@ def makes_sliding_masks(model: Any) -> bool:
         if any(name in source for name in SLIDING_MASKS):
             return True
     return False
+
+
+def needs_of(model: Any) -> set[str]:
+    """What the attention of `model` asks of a kernel beyond plain causality and windows, of `hf_paged.kernels.FEATURES`."""
+    modules = list(model.modules()) if hasattr(model, "modules") else []
+    config = model.config.get_text_config(decoder=True)
+    needs = set()
+    if any(getattr(module, "sinks", None) is not None for module in modules):
+        needs.add(SINKS)
+    if getattr(config, "attn_logit_softcapping", None):
+        needs.add(SOFTCAP)
+    return needs
 
 
 def geometry_of(config: Any) -> list[LayerGeometry]:

@@ -41,6 +41,7 @@ class StepPlan:
         packed: the rows stand one after the other in a batch of 1, without pads.
         native: whether plain causality over the stored tokens is what the caller expects; else the exact dense mask.
         thread: the one that runs the pass.
+        max_seqlen_q, max_seqlen_k: the most new tokens, and the most tokens, that any row has.
         written, attended: the layers that have written, and those that a kernel has read.
     """
 
@@ -73,6 +74,7 @@ class StepPlan:
         self._starts = [tables.starts for tables in groups]
         self._lengths = groups[0].lengths.astype(np.int32)
         self._past = groups[0].lengths - counts
+        self.max_seqlen_q, self.max_seqlen_k = int(counts.max(initial=0)), int(self._lengths.max(initial=0))
         self._cu_seqlens_q = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         self._real = real
         self._block_size = groups[0].manager.block_size

@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,16 +14,17 @@ from torch import Tensor
 
 from . import kernels
 from .blocks import BlockManager, Int32
-from .layout import LayerGeometry, OwnLayer, groups_of, layers_of, makes_sliding_masks
+from .kernels.backend import SINKS, SOFTCAP, WINDOW
+from .kernels.choose import choose, substitute
+from .layout import LayerGeometry, OwnLayer, groups_of, layers_of, makes_sliding_masks, needs_of
 from .prefix import PrefixIndex
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_BLOCK_SIZE = 16
-
 
 class LayerStorage(NamedTuple):
-    """Keys and values of one layer, on that layer's device. A slot that no row uses may hold anything, also NaN."""
+    """Keys and values of one layer, on that layer's device. A slot that no row uses may hold anything, also NaN. Both may
+    be views of wider tensors, with zeros behind the last number of a head."""
 
     keys: Tensor  # [max_blocks, block_size, H_kv, D_k]
     values: Tensor  # [max_blocks, block_size, H_kv, D_v]
@@ -53,12 +54,16 @@ class PagePool:
 
     Args:
         layers: one `LayerGeometry` per layer, or an `OwnLayer` for one that is not paged.
-        num_blocks, block_size: the size of the pool, `num_blocks * block_size` tokens.
-        max_blocks: grow up to this number of blocks before `PoolExhausted` is raised. CPUs only, where memory is taken
-            when it is first written to; `num_blocks` by default.
+        num_blocks: the size of the pool, `num_blocks * block_size` tokens.
+        memory: the size in bytes instead, or as text ("4GiB", "500 MB"). Default: a quarter of the machine's memory, or half
+            of what is free on the GPU.
+        max_memory: a second budget, up to which the pool grows before `PoolExhausted` is raised. CPUs only, where memory is
+            taken when it is first written to.
+        block_size: tokens per block; None leaves it to the kernel.
         dtype: of keys and values.
         device: where the kernel is to run. Layers may live elsewhere, those then use the reference kernel.
-        kernel: "auto", or a name in `hf_paged.kernels.KERNELS`.
+        kernel: "auto", or a name in `hf_paged.kernels.BACKENDS`.
+        needs: what the model asks of a kernel, of `hf_paged.kernels.FEATURES`. Windows are known from the layers.
         prefix_caching: keep the full blocks of released caches, until the space is needed, for later prompts that start
             alike. Sharing inside one batch does not need it.
     """
@@ -67,30 +72,47 @@ class PagePool:
         self,
         layers: Sequence[LayerGeometry | OwnLayer],
         *,
-        num_blocks: int,
-        max_blocks: int | None = None,
-        block_size: int = DEFAULT_BLOCK_SIZE,
+        num_blocks: int | None = None,
+        memory: int | str | None = None,
+        max_memory: int | str | None = None,
+        block_size: int | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         kernel: str | None = None,
+        needs: Collection[str] = (),
         prefix_caching: bool = True,
     ):
+        if memory is not None and num_blocks is not None:
+            raise ValueError(f"memory={memory!r} and num_blocks={num_blocks} both set the size: give one of them")
         self.layers = list(layers)
         self.geometry = [layer for layer in self.layers if isinstance(layer, LayerGeometry)]
         if not self.geometry:
             raise ValueError("no layer has a LayerGeometry: a pool needs at least one that is paged")
         self.groups = groups_of(self.layers)
         self.group_of = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
-        if max_blocks is not None and torch.device(device).type != "cpu":
-            raise ValueError(
-                f"a pool on {device} is allocated whole and cannot grow: set its size with memory or num_blocks"
-            )
-        self.manager = BlockManager(num_blocks, block_size, max_blocks)
-        self.prefixes = PrefixIndex(self.manager, [group.window for group in self.groups])
         self.dtype = dtype
         self.device = torch.device(device)
         dims = [(layer.key_dim, layer.value_dim) for layer in self.geometry]
-        self.kernel, self.kernel_reason = kernels.choose(kernel, self.device, dtype, dims)
+        needs = {*needs, WINDOW} if any(layer.window for layer in self.geometry) else set(needs)
+        self.kernel, block_size, self.kernel_reason = choose(kernel, block_size, self.device, dtype, dims, needs)
+        self._bytes_per_token = bytes_per_token(self._stored(self.kernel), dtype)
+        if num_blocks is None:
+            budget = default_budget(self.device) if memory is None else parse_bytes(memory)
+            num_blocks = budget // (self._bytes_per_token * block_size)
+            if num_blocks < 1:
+                raise ValueError(
+                    f"memory={memory!r} holds no block: one block of {block_size} tokens takes "
+                    f"{self._bytes_per_token * block_size} bytes in this model"
+                )
+        max_blocks = None
+        if max_memory is not None:
+            if self.device.type != "cpu":
+                raise ValueError(
+                    f"max_memory={max_memory!r}: a pool on {self.device} is allocated whole and cannot grow, set memory instead"
+                )
+            max_blocks = parse_bytes(max_memory) // (self._bytes_per_token * block_size)
+        self.manager = BlockManager(num_blocks, block_size, max_blocks)
+        self.prefixes = PrefixIndex(self.manager, [group.window for group in self.groups])
         self.prefix_caching = prefix_caching
         self.masks_slide = True  # whether masks hide what has left a window; see layout.makes_sliding_masks
         self._storage: list[LayerStorage | None] = [None] * len(self.layers)
@@ -114,11 +136,7 @@ class PagePool:
 
         Args:
             model: a transformers model, or anything with `.config`, `.dtype` and `.device`.
-            memory: the budget for keys and values, in bytes or as text ("4GiB", "500 MB"). Default: a quarter of the
-                machine's memory, or half of what is free on the GPU.
-            num_blocks: the size in blocks instead.
-            max_memory: a second budget, up to which the pool grows when the first one is used up. CPUs only.
-            block_size: tokens per block, 16 by default.
+            memory, num_blocks, max_memory, block_size, kernel, prefix_caching: see `PagePool`.
             dtype: of keys and values; the model's by default. Set it when the model runs under autocast.
 
         Runs the model once, on one token, to learn the shapes of its keys and values.
@@ -126,31 +144,20 @@ class PagePool:
         Raises `ValueError` when the budget holds no block, when both `memory` and `num_blocks` are given, or when the
         model has no layer that could be paged; what it has is named.
         """
-        if memory is not None and num_blocks is not None:
-            raise ValueError(f"memory={memory!r} and num_blocks={num_blocks} both set the size: give one of them")
-        layers = layers_of(model)
-        dtype = dtype or model.dtype
-        block_size = DEFAULT_BLOCK_SIZE if block_size is None else block_size
-        per_block = bytes_per_token(layers, dtype) * block_size
-        if num_blocks is None:
-            budget = default_budget(model.device) if memory is None else parse_bytes(memory)
-            num_blocks = budget // per_block
-            if num_blocks < 1:
-                raise ValueError(
-                    f"memory={memory!r} holds no block: one block of {block_size} tokens takes {per_block} bytes in this model"
-                )
         pool = cls(
-            layers,
+            layers_of(model),
             num_blocks=num_blocks,
-            max_blocks=None if max_memory is None else parse_bytes(max_memory) // per_block,
+            memory=memory,
+            max_memory=max_memory,
             block_size=block_size,
-            dtype=dtype,
+            dtype=dtype or model.dtype,
             device=model.device,
             kernel=kernel,
+            needs=needs_of(model),
             prefix_caching=prefix_caching,
         )
         pool.masks_slide = not any(group.window for group in pool.groups) or makes_sliding_masks(model)
-        logger.info("%r for %s: kernel %s", pool, type(model).__name__, pool.kernel_reason)
+        logger.info("%r for %s: kernel=%s, %s", pool, type(model).__name__, pool.kernel, pool.kernel_reason)
         return pool
 
     @property
@@ -165,7 +172,7 @@ class PagePool:
     @property
     def bytes_per_block(self) -> int:
         """Bytes of keys and values that one block takes in all layers of a group together."""
-        return bytes_per_token(self.layers, self.dtype) * self.block_size
+        return self._bytes_per_token * self.block_size
 
     def window_of(self, layer: int) -> int:
         """Tokens that the cache of `layer` keeps, 0: all."""
@@ -178,6 +185,27 @@ class PagePool:
                 f"this pool belongs to process {self._process}, and this is process {os.getpid()}: what a fork inherits of it "
                 "must not be used, its locks and its kernel's threads stayed behind. Make a pool in this process"
             )
+
+    def kernel_for(self, layer: int, window: int, softcap: float, sinks: Tensor | None) -> str:
+        """The backend that computes the attention of a layer which asks for these: the one of its storage, or where that
+        lacks a feature another one that can read the same storage."""
+        storage = self.storage(layer)
+        asked = {WINDOW: window > 0, SOFTCAP: softcap > 0, SINKS: sinks is not None}
+        needs = frozenset(feature for feature, value in asked.items() if value)
+        if not needs:
+            return storage.kernel
+        dims = (storage.keys.shape[-1], storage.values.shape[-1])
+        return substitute(storage.kernel, needs, storage.keys.device, self.dtype, dims, self.block_size)
+
+    def _stored(self, kernel: str) -> list[LayerGeometry | OwnLayer]:
+        """The layers with the head dims that a backend stores."""
+        stored: list[LayerGeometry | OwnLayer] = []
+        for layer in self.layers:
+            if isinstance(layer, LayerGeometry):
+                key_dim, value_dim = kernels.BACKENDS[kernel].storage_dims(layer.key_dim, layer.value_dim)
+                layer = layer._replace(key_dim=key_dim, value_dim=value_dim)
+            stored.append(layer)
+        return stored
 
     # ----------------------------------------------------------------------------------------------------- the data
 
@@ -227,12 +255,16 @@ class PagePool:
     def _allocate(self, layer: int, device: torch.device) -> LayerStorage:
         geometry = self.layers[layer]
         assert isinstance(geometry, LayerGeometry)
-        heads, key_dim, value_dim = geometry[:3]
-        shape = (self.manager.max_blocks, self.block_size, heads)
+        heads, dims = geometry.kv_heads, (geometry.key_dim, geometry.value_dim)
         kernel = self.kernel if device.type == self.device.type else "reference"
+        backend = kernels.BACKENDS[kernel]
+        widths = backend.storage_dims(*dims)
+        make = torch.zeros if backend.needs_zeroed_frames or widths != dims else torch.empty
         with torch.inference_mode(False):  # a tensor made under inference mode could not be written to outside
-            keys = torch.empty(*shape, key_dim, dtype=self.dtype, device=device)
-            values = torch.empty(*shape, value_dim, dtype=self.dtype, device=device)
+            keys, values = (
+                make(self.manager.max_blocks, self.block_size, heads, width, dtype=self.dtype, device=device)[..., :dim]
+                for dim, width in zip(dims, widths)
+            )
         if kernel == "cpu":
             for tensor in (keys, values):
                 kernels.cpu.advise_huge_pages(tensor)

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_paged import kernels
 from hf_paged.kernels import KERNELS, WRITERS
 
-ON_CPU = ["reference", "cpu"]
+HERE = ["reference", "cpu"]  # the others have tests of their own
 
 
 class Case(NamedTuple):
@@ -85,6 +84,8 @@ def make(case: Case, seed: int = 0) -> tuple[dict[str, Any], Tensor, Tensor]:
         window=case.window,
         softcap=case.softcap,
         sinks=sinks,
+        max_seqlen_q=max(case.queries),
+        max_seqlen_k=max(case.lengths),
     )
     return arguments, torch.cat(exact), torch.cat(low)
 
@@ -110,7 +111,7 @@ def dense(q: Tensor, keys: Tensor, values: Tensor, scale: float, case: Case, sin
     return out
 
 
-@pytest.mark.parametrize("kernel", ON_CPU)
+@pytest.mark.parametrize("kernel", HERE)
 @pytest.mark.parametrize("name", CASES)
 def test_kernel(kernel: str, name: str) -> None:
     arguments, exact, low = make(CASES[name])
@@ -121,17 +122,17 @@ def test_kernel(kernel: str, name: str) -> None:
         assert error.max() <= 2 * (low.float() - exact).abs().max() + 1e-6
 
 
-@pytest.mark.parametrize("kernel", ON_CPU)
+@pytest.mark.parametrize("kernel", HERE)
 def test_query_without_keys_gives_zero(kernel: str) -> None:
     """More queries than tokens: the first ones see nothing."""
     arguments, _, _ = make(Case([3], [3]))
-    arguments["q"] = torch.randn(5, 4, 16)
+    arguments["q"], arguments["max_seqlen_q"] = torch.randn(5, 4, 16), 5
     arguments["cu_seqlens_q"] = torch.tensor([0, 5], dtype=torch.int32)
     out = KERNELS[kernel](*arguments.values())
     assert (out[:2] == 0).all() and (out[2:] != 0).any() and out.isfinite().all()
 
 
-@pytest.mark.parametrize("kernel", ON_CPU)
+@pytest.mark.parametrize("kernel", HERE)
 @pytest.mark.parametrize("with_pads", [False, True])
 def test_write(with_pads: bool, kernel: str) -> None:
     """Only the named tokens are written, to the named slots."""
@@ -152,22 +153,7 @@ def test_operators_have_fakes_and_declared_mutations() -> None:
     """What torch.compile relies on."""
     arguments, _, _ = make(CASES["mixed"])
     new = (torch.zeros(3, 4, 2, 8), torch.zeros(3, 4, 2, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8))
-    for name in ON_CPU:
+    for name in HERE:
         torch.library.opcheck(KERNELS[name], tuple(arguments.values()), test_utils=("test_schema", "test_faketensor"))
         slots = torch.tensor([0, 1, 2])
         torch.library.opcheck(WRITERS[name], (*new, slots, None), test_utils=("test_schema", "test_faketensor"))
-
-
-def test_choice() -> None:
-    cpu, dims = torch.device("cpu"), [(64, 64), (64, 32)]
-    assert kernels.choose(None, cpu, torch.float32, dims)[0] == "cpu"
-    assert kernels.choose("auto", cpu, torch.bfloat16, dims)[0] == "cpu"
-    assert kernels.choose("reference", cpu, torch.float32, dims) == ("reference", "asked for")
-    assert kernels.choose("auto", cpu, torch.float64, dims)[0] == "reference"
-    assert kernels.choose("auto", torch.device("meta"), torch.float32, dims)[0] == "reference"
-    with pytest.raises(ValueError, match="kernel='fast' is not known: use 'auto' or one of"):
-        kernels.choose("fast", cpu, torch.float32, dims)
-    with pytest.raises(
-        ValueError, match=r"kernel='cpu' cannot serve.*multiples of 8 up to 256, not torch.float32 \[\(12, 64"
-    ):
-        kernels.choose("cpu", cpu, torch.float32, [(12, 64)])

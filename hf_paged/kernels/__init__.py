@@ -1,6 +1,7 @@
 """Kernels: one file per backend, one contract, reached through `torch.library` operators.
 
-    attention(q, k_pool, v_pool, block_table, seq_lens, cu_seqlens_q, scale, window, softcap, sinks) -> out
+    attention(q, k_pool, v_pool, block_table, seq_lens, cu_seqlens_q, scale, window, softcap, sinks,
+              max_seqlen_q, max_seqlen_k) -> out
 
 | argument       | shape, dtype                                | meaning                                                   |
 |----------------|---------------------------------------------|-----------------------------------------------------------|
@@ -14,6 +15,8 @@
 | `window`       | int                                         | keys that a query sees, itself included; 0: all           |
 | `softcap`      | float                                       | scores become `softcap * tanh(score / softcap)`; 0: off   |
 | `sinks`        | `[H_q]` float32 or None                     | a logit per head that only adds to the softmax denominator |
+| `max_seqlen_q` | int                                         | at least the queries of any row; 1: none has more         |
+| `max_seqlen_k` | int                                         | at least the tokens of any row, at most the table's room  |
 | `out`          | `[T, H_q, D_v]`                             | a query that sees no key gives 0                          |
 
 The causal mask is aligned bottom-right: the last query of a row sees all of the row's tokens. With 3 queries over 5:
@@ -22,60 +25,50 @@ The causal mask is aligned bottom-right: the last query of a row sees all of the
     1 1 1 1 0
     1 1 1 1 1
 
-A kernel reads no slot at or beyond `seq_lens[b]`: unused slots may hold anything, NaN included.
+A kernel reads no slot at or beyond `seq_lens[b]`: unused slots may hold anything, NaN included, unless the backend says
+`needs_zeroed_frames`. The two bounds are numbers of the host: to read them from the device would stop the GPU once per
+layer, and shapes do not tell them (two queries of two rows may both be one row's). A pool may be a view of wider storage:
+slots are `H_kv * k_pool.stride(2)` numbers apart.
 """
 
 from __future__ import annotations
 
-import functools
-import warnings
-from collections.abc import Callable, Iterable
-from typing import TypeAlias
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from . import cpu, reference, triton
+from .backend import FEATURES, Backend, ModuleBackend
 from .build import KernelUnavailable
+from .flash import Flash2, Flash3, Flash4
+
+__all__ = ["BACKENDS", "FEATURES", "KERNELS", "WRITERS", "Backend", "KernelUnavailable", "cpu", "register"]
 
 AttentionKernel: TypeAlias = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, int, float, Tensor | None], Tensor
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, int, float, Tensor | None, int, int], Tensor
 ]
 WriteKernel: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], None]
 
 ATTENTION_SCHEMA = (
     "(Tensor q, Tensor k_pool, Tensor v_pool, Tensor block_table, Tensor seq_lens, Tensor cu_seqlens_q, "
-    "float scale, int window, float softcap, Tensor? sinks) -> Tensor"
+    "float scale, int window, float softcap, Tensor? sinks, SymInt max_seqlen_q, SymInt max_seqlen_k) -> Tensor"
 )
 WRITE_SCHEMA = "(Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor key, Tensor value, Tensor slots, Tensor? source) -> ()"
 
 _library = torch.library.Library("hf_paged", "DEF")
 
 
-def _fake_attention(
-    q: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None,
-) -> Tensor:
+def _fake_attention(q: Tensor, k_pool: Tensor, v_pool: Tensor, *rest: Any) -> Tensor:
     return q.new_empty((q.shape[0], q.shape[1], v_pool.shape[-1]))
 
 
-def _fake_write(
-    k_pool: Tensor, v_pool: Tensor, key: Tensor, value: Tensor, slots: Tensor, source: Tensor | None
-) -> None:
+def _fake_write(*arguments: Any) -> None:
     return None
 
 
-def _register(
-    name: str, function: Callable[..., object], schema: str, fake: Callable[..., object]
-) -> Callable[..., object]:
+def _operator(name: str, function: Callable[..., Any], schema: str, fake: Callable[..., Any]) -> Callable[..., Any]:
     """Make `function` the operator `hf_paged::name` on every device."""
     _library.define(name + schema)
     _library.impl(name, function, "CompositeExplicitAutograd")
@@ -83,48 +76,20 @@ def _register(
     return getattr(torch.ops.hf_paged, name).default
 
 
+BACKENDS: dict[str, Backend] = {}
 KERNELS: dict[str, AttentionKernel] = {}
 WRITERS: dict[str, WriteKernel] = {}
 
-for _name, _backend in (("reference", reference), ("cpu", cpu), ("triton", triton)):
-    KERNELS[_name] = _register(f"attention_{_name}", _backend.attention, ATTENTION_SCHEMA, _fake_attention)  # type: ignore
-    WRITERS[_name] = _register(f"write_{_name}", _backend.write, WRITE_SCHEMA, _fake_write)  # type: ignore
+
+def register(name: str, backend: Backend) -> None:
+    """Make `backend` known as `kernel=name`, through operators of its own. `name` must be new."""
+    BACKENDS[name] = backend
+    KERNELS[name] = _operator(f"attention_{name}", backend.attention, ATTENTION_SCHEMA, _fake_attention)
+    WRITERS[name] = _operator(f"write_{name}", backend.write, WRITE_SCHEMA, _fake_write)
 
 
-def choose(
-    kernel: str | None, device: torch.device, dtype: torch.dtype, head_dims: Iterable[tuple[int, int]]
-) -> tuple[str, str]:
-    """The backend for keys and values of these dims on `device`, and why. None and "auto" pick the best one that works
-    here; the compiled CPU kernel is built now if it never was.
-
-    Raises `ValueError` where the kernel asked for is unknown or cannot serve, `KernelUnavailable` where it cannot be built.
-    """
-    if kernel not in (None, "auto", *KERNELS):
-        raise ValueError(f"kernel={kernel!r} is not known: use 'auto' or one of {sorted(KERNELS)}")
-    if kernel == "reference":
-        return "reference", "asked for"
-    dims = sorted(set(head_dims))
-    problem = None
-    if device.type != "cpu":
-        problem = f"the cpu kernel does not run on {device}"
-    elif not all(cpu.supports(dtype, key_dim, value_dim) for key_dim, value_dim in dims):
-        problem = (
-            "the cpu kernel takes float32, bfloat16 and float16, and head dims that are multiples of 8 up to 256, "
-            f"not {dtype} {dims}"
-        )
-    if problem is None:
-        try:
-            return "cpu", f"compiled for {cpu.instruction_set()}"
-        except KernelUnavailable as error:
-            if kernel == "cpu":
-                raise
-            _warn_once(str(error))
-            problem = "the cpu kernel is not available"
-    if kernel == "cpu":
-        raise ValueError(f"kernel='cpu' cannot serve this pool: {problem}")
-    return "reference", problem
-
-
-@functools.cache
-def _warn_once(reason: str) -> None:
-    warnings.warn(f"hf_paged uses its slow reference kernel: {reason}", stacklevel=4)
+register("reference", ModuleBackend(reference))
+register("cpu", ModuleBackend(cpu))
+register("triton", ModuleBackend(triton))
+for _flash in (Flash2(), Flash3(), Flash4()):
+    register(_flash.name, _flash)

@@ -22,7 +22,9 @@ __all__ = [
     "advise_huge_pages",
     "attention",
     "available",
+    "describe",
     "instruction_set",
+    "problem",
     "read",
     "supports",
     "write",
@@ -93,6 +95,27 @@ def read(tensor: torch.Tensor) -> int:
 def supports(dtype: torch.dtype, key_dim: int, value_dim: int) -> bool:
     """Whether the kernel takes this element type and these head sizes. Block sizes, groups and windows: any."""
     return dtype in _TYPES and all(0 < dim <= _MAX_HEAD_DIM and dim % 8 == 0 for dim in (key_dim, value_dim))
+
+
+def problem(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int, block_size: int) -> str | None:
+    """Why the kernel cannot serve this, None where it can; it is compiled now if it never was."""
+    if device.type != "cpu":
+        return f"the cpu kernel does not run on {device}"
+    if not supports(dtype, key_dim, value_dim):
+        return (
+            "the cpu kernel takes float32, bfloat16 and float16, and head dims that are multiples of 8 up to 256, not "
+            f"{dtype} {(key_dim, value_dim)}"
+        )
+    try:
+        build.load()
+    except KernelUnavailable as error:
+        return str(error)
+    return None
+
+
+def describe() -> str:
+    """The instruction set."""
+    return f"compiled for {instruction_set()}"
 
 
 def advise_huge_pages(tensor: torch.Tensor) -> bool:
