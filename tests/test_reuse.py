@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import CACHE, default, make_pool, paged, poison, prompts
+from tiny import CACHE, default, make_pool, paged, poison, prompts, upstream
+from transformers import DynamicCache
 
 from hf_paged import LayerGeometry, PagedCache, PagePool
-from hf_paged.compat import CROP_TO_LENGTH
+from hf_paged.compat import CROP_TO_LENGTH, CROP_ZERO_KEEPS_ALL
 
 
 def feed(cache: PagedCache, tokens: torch.Tensor) -> None:
@@ -84,10 +85,16 @@ def test_four_turns_of_whole_ids(llama: Any) -> None:
 
 def test_only_new_ids_with_the_full_mask(llama: Any) -> None:
     ids = prompts([20])["input_ids"]
-    with PagedCache(make_pool(llama)) as cache:
+
+    def go_on(cache: Any) -> torch.Tensor:
         with torch.no_grad():
             llama(ids[:, :13], **{CACHE: cache})
-        got = llama.generate(ids[:, 13:], attention_mask=torch.ones(1, 20), max_new_tokens=9, **{CACHE: cache})
+        return llama.generate(ids[:, 13:], attention_mask=torch.ones(1, 20), max_new_tokens=9, **{CACHE: cache})
+
+    with upstream():
+        go_on(DynamicCache())
+    with PagedCache(make_pool(llama)) as cache:
+        got = go_on(cache)
     want = default(llama, dict(input_ids=ids, attention_mask=torch.ones_like(ids)), max_new_tokens=9)
     assert torch.equal(want[:, 13:], got)
 
@@ -117,10 +124,16 @@ def test_cache_longer_than_the_input(llama: Any) -> None:
 def test_positions_after_an_external_prefill(llama: Any) -> None:
     """100 tokens by a forward pass, then `generate` from the last token with the mask of all 101."""
     ids = prompts([101])["input_ids"]
-    with PagedCache(make_pool(llama)) as cache:
+
+    def go_on(cache: Any) -> torch.Tensor:
         with torch.no_grad():
             llama(ids[:, :100], **{CACHE: cache})
-        got = llama.generate(ids[:, 100:], attention_mask=torch.ones(1, 101), max_new_tokens=10, **{CACHE: cache})
+        return llama.generate(ids[:, 100:], attention_mask=torch.ones(1, 101), max_new_tokens=10, **{CACHE: cache})
+
+    with upstream():
+        go_on(DynamicCache())
+    with PagedCache(make_pool(llama)) as cache:
+        got = go_on(cache)
     want = default(llama, dict(input_ids=ids, attention_mask=torch.ones_like(ids)), max_new_tokens=10)
     assert torch.equal(want[:, 100:], got)
 
@@ -128,7 +141,7 @@ def test_positions_after_an_external_prefill(llama: Any) -> None:
 def test_crop(pool: PagePool) -> None:
     cache = PagedCache(pool)
     feed(cache, torch.arange(1, 11)[None])
-    if not CROP_TO_LENGTH:
+    if CROP_ZERO_KEEPS_ALL:
         cache.crop(0)
     assert contents(cache) == [list(range(1, 11))]
     cache.crop(-1)
