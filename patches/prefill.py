@@ -83,7 +83,9 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
         batch, shared = len(inverse), len(first)
         rows = torch.from_numpy(first)
         few = {
-            name: value[rows.to(value.device)] if name in ROW_WISE and _is_per_row(value, batch) else value
+            name: value.index_select(_row_axis(name, value), rows.to(value.device))
+            if name in ROW_WISE and _is_per_row(name, value, batch)
+            else value
             for name, value in model_kwargs.items()
         }
         if cache.get_seq_length():
@@ -168,13 +170,13 @@ def equal_rows(input_ids: Tensor, model_kwargs: dict[str, Any], cache: PagedCach
         return None
     per_row = [input_ids]
     for name, value in model_kwargs.items():
-        if name in CACHE_NAMES or name in SAME_FOR_ALL or value is None:
+        if name in CACHE_NAMES or name in SAME_FOR_ALL or packing.says_nothing(value):
             continue
         if name not in ROW_WISE or not isinstance(value, Tensor):
             return None
-        if _is_per_row(value, batch):
-            per_row.append(value)
-        elif value.shape[0] != 1:
+        if _is_per_row(name, value, batch):
+            per_row.append(value.movedim(_row_axis(name, value), 0))
+        elif value.shape[_row_axis(name, value)] != 1:
             return None
     keys = [b"".join(parts) for parts in zip(*([row.tobytes() for row in t.cpu().numpy()] for t in per_row))]
     if cache.get_seq_length():
@@ -189,8 +191,13 @@ def equal_rows(input_ids: Tensor, model_kwargs: dict[str, Any], cache: PagedCach
     return np.unique(inverse, return_index=True)[1], inverse
 
 
-def _is_per_row(value: Any, batch: int) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == batch
+def _row_axis(name: str, value: Tensor) -> int:
+    """Where the rows stand in a row-wise argument. Positions among images are [3 or 4, B, S], one for each direction."""
+    return 1 if name == "position_ids" and value.dim() == 3 else 0
+
+
+def _is_per_row(name: str, value: Any, batch: int) -> bool:
+    return isinstance(value, Tensor) and value.shape[_row_axis(name, value)] == batch
 
 
 def _repeat(outputs: Any, inverse: Tensor, shared: int) -> Any:
