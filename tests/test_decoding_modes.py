@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import CACHE, VOCAB, default, make_pool, paged, prompts
+from transformers import DynamicCache
 
 from hf_paged import PagedCache
 
@@ -45,7 +46,12 @@ def generating_into(draft: Any, cache: PagedCache) -> Iterator[None]:
     upstream = draft.generate
     for layer in cache.layers:
         layer.activate_past_recording()
-    draft.generate = lambda **kwargs: upstream(**{CACHE: cache, **kwargs})
+
+    def generate(generation_config: Any, **kwargs: Any) -> Any:
+        generation_config.cache_implementation = None  # older releases ask for one by name
+        return upstream(generation_config=generation_config, **{CACHE: cache, **kwargs})
+
+    draft.generate = generate
     try:
         yield
     finally:
@@ -224,7 +230,8 @@ def best_of_three(
 ) -> torch.Tensor:
     """A decoding method from outside, with all that contrastive search does to a cache: run the three likeliest tokens as
     rows of their own, keep the one whose successor is surest, and look at the rest in a copy that is thrown away."""
-    cache, mask = kwargs[CACHE], kwargs["attention_mask"]
+    cache, mask = kwargs.get(CACHE), kwargs["attention_mask"]
+    cache = DynamicCache(config=model.config) if cache is None else cache  # older releases leave it to the method
 
     def forward(ids: torch.Tensor) -> torch.Tensor:
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
