@@ -2,7 +2,7 @@
 
     python examples/assisted.py
 
-The draft model is the first six layers of the model itself. Prints, for each mode and cache, how many tokens were drafted and
+The draft model is the first layers of the model itself. Prints, for each mode and cache, how many tokens were drafted and
 how many of them were accepted; exits with 1 where tokens or acceptance differ.
 """
 
@@ -19,7 +19,7 @@ from transformers import DynamicCache
 from hf_paged import PagedCache, PagePool
 from hf_paged.compat import CACHE_NAME
 
-NEW, LAYERS = 64, 6
+NEW, LAYERS = 64, 24  # of 30: the first half of the model foretells nothing yet
 STORY = "The cat sat on the mat. The dog sat on the rug. The cat sat on the mat. The dog sat on the"
 REQUEST = "Repeat this list three times: apple, banana, cherry, date, elderberry."
 
@@ -31,6 +31,7 @@ def first_layers(model: Any) -> Any:
     draft = type(model)(config).eval()
     draft.load_state_dict(model.state_dict(), strict=False)  # leaves out the layers that the draft does not have
     draft.generation_config = copy.deepcopy(model.generation_config)
+    draft.generation_config.num_assistant_tokens = 5
     draft.generation_config.num_assistant_tokens_schedule = "constant"
     draft.generation_config.assistant_confidence_threshold = 0.0
     return draft
@@ -57,7 +58,7 @@ def main() -> int:
         [{"role": "user", "content": REQUEST}], tokenize=False, add_generation_prompt=True
     )
     modes: dict[str, tuple[str, dict[str, Any]]] = {
-        "draft of 6 layers": (STORY, dict(assistant_model=first_layers(model))),
+        f"draft of {LAYERS} layers": (STORY, dict(assistant_model=first_layers(model))),
         "prompt lookup": (STORY, dict(prompt_lookup_num_tokens=5)),
         "prompt lookup, chat": (chat, dict(prompt_lookup_num_tokens=5)),
     }
