@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .blocks import Int64, PoolExhausted
-from .compat import CROP_TO_LENGTH, LinearAttentionLayer, query_length
+from .compat import CROP_TO_LENGTH, CROP_ZERO_KEEPS_ALL, LinearAttentionLayer, query_length
 from .kernels import WRITERS
 from .layout import LayerGeometry, OwnLayer
 from .lazy import LazyKV
@@ -327,9 +327,10 @@ class PagedCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` positions of every row; 0 removes nothing, more than there are all.
 
-        Under transformers up to 5.17 a number >= 0 is the number of positions to keep, as it is for every cache there.
+        Under transformers up to 5.17 a number > 0 is the number of positions to keep, and in its older releases 0 as well, as
+        for every cache there.
         """
-        if tokens_to_remove >= 0 and CROP_TO_LENGTH:
+        if (tokens_to_remove > 0 and CROP_TO_LENGTH) or (tokens_to_remove == 0 and not CROP_ZERO_KEEPS_ALL):
             tokens_to_remove = min(tokens_to_remove - self._state.width, 0)
         if tokens_to_remove > 0:
             raise ValueError(

@@ -16,7 +16,10 @@ RELEASE = Version(transformers.__version__).release[:2]
 # releases, `past_key_values` in older ones, and a deprecated alias for a while between.
 CACHE_NAME = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 
-# Up to 5.17, `crop(n)` with n >= 0 means "keep n positions"; since then only "remove -n" is left, and 0 removes nothing.
+# What `crop(0)` keeps: nothing up to about 5.10, where the argument is a length, and everything in later releases.
+CROP_ZERO_KEEPS_ALL = "tokens_to_remove" in inspect.signature(cache_utils.DynamicLayer.crop).parameters
+
+# Whether `crop(n)` with n > 0 keeps n positions. Since 5.18 it is refused.
 CROP_TO_LENGTH = RELEASE < (5, 18)
 
 # The states of a layer that has some beside its keys and values; releases without it have no such layers, and in those

@@ -31,9 +31,14 @@ _padded_only: weakref.WeakSet[type] = weakref.WeakSet()  # classes of models tha
 ALLOWED = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache", "past_key_values"}
 
 
+def says_nothing(value: Any) -> bool:
+    """Whether an argument is as good as absent: None, False, or the empty outputs of encoders that had no image."""
+    return value is None or value is False or (isinstance(value, dict) and not value)
+
+
 def asked_for(model_kwargs: dict[str, Any]) -> set[str]:
     """The arguments that say something."""
-    return {name for name, value in model_kwargs.items() if value is not None and value is not False}
+    return {name for name, value in model_kwargs.items() if not says_nothing(value)}
 
 
 def keeps_only_blocks(pool: PagePool) -> bool:
@@ -47,7 +52,7 @@ def packable(model: Any, new_ids: Tensor, model_kwargs: dict[str, Any], state: C
     """Which of `new_ids` are real, bool [B, q_length], where this prefill may run packed: every row ends in a real token, and
     nothing is asked for but the logits of each row's last token. None otherwise."""
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-    if positions is None or type(model) in _padded_only or not keeps_only_blocks(state.pool):
+    if positions is None or positions.dim() != 2 or type(model) in _padded_only or not keeps_only_blocks(state.pool):
         return None
     if (
         model.config._attn_implementation != "paged"

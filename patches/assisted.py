@@ -1,21 +1,26 @@
-"""Assisted decoding and prompt lookup that go on from a filled cache.
+"""Assisted decoding and prompt lookup that go on from a filled cache, and leave it as it was found.
 
 Wraps       `transformers.generation.GenerationMixin._assisted_decoding`
 Checked     transformers 5.24.0
-Acts        only where the cache is a `PagedCache` that holds tokens, or the halves of an encoder-decoder model's
+Acts        only where the cache is a `PagedCache`, or the halves of an encoder-decoder model's
 Why         upstream feeds the whole sequence in its first step, also when part of it is cached, so those tokens would stand
-            in the cache twice; no hook lies before that step
-Delete      when upstream slices its first step as it does in `_prefill`
+            in the cache twice; no hook lies before that step. And it makes the cache keep what leaves a window, for its
+            rollbacks, but never lets go of it: a later turn would grow without end
+Delete      when upstream slices its first step as it does in `_prefill`, and ends the recording as `DeferredStopCheck` does
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 from transformers.generation import GenerationMixin
+
+from hf_paged.cache import PagedCache
 
 from .prefill import covers_everything, leave_one_token, paged_in
 
@@ -35,23 +40,37 @@ def apply() -> str | None:
     @functools.wraps(upstream)
     def _assisted_decoding(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         cache = paged_in(kwargs)
-        if cache is None or not cache.get_seq_length():
+        if cache is None:
             return upstream(self, input_ids, *args, **kwargs)
-        generation_config = kwargs["generation_config"]
-        leave_one_token(input_ids, generation_config, kwargs, cache)
-        whole, prepare = covers_everything(input_ids, generation_config, kwargs), self.prepare_inputs_for_generation
-
-        def sliced(ids: Tensor, next_sequence_length: int | None = None, **inputs: Any) -> Any:
-            if whole and next_sequence_length is None and paged_in(inputs) is cache:
-                next_sequence_length = ids.shape[1] - cache.get_seq_length()
-            return prepare(ids, next_sequence_length=next_sequence_length, **inputs)
-
-        self.prepare_inputs_for_generation = sliced
+        recording = cache._state.recording
         try:
-            return upstream(self, input_ids, *args, **kwargs)
+            with _only_new_tokens(self, input_ids, kwargs, cache):
+                return upstream(self, input_ids, *args, **kwargs)
         finally:
-            del self.prepare_inputs_for_generation
+            cache._state.recording = recording
 
     _assisted_decoding._hf_paged = True  # type: ignore[attr-defined]
     GenerationMixin._assisted_decoding = _assisted_decoding
     return None
+
+
+@contextlib.contextmanager
+def _only_new_tokens(model: Any, input_ids: Tensor, kwargs: dict[str, Any], cache: PagedCache) -> Iterator[None]:
+    """Feed the first step what is not cached, where `input_ids` are the whole sequence."""
+    if not cache.get_seq_length():
+        yield
+        return
+    generation_config = kwargs["generation_config"]
+    leave_one_token(input_ids, generation_config, kwargs, cache)
+    whole, prepare = covers_everything(input_ids, generation_config, kwargs), model.prepare_inputs_for_generation
+
+    def sliced(ids: Tensor, next_sequence_length: int | None = None, **inputs: Any) -> Any:
+        if whole and next_sequence_length is None and paged_in(inputs) is cache:
+            next_sequence_length = ids.shape[1] - cache.get_seq_length()
+        return prepare(ids, next_sequence_length=next_sequence_length, **inputs)
+
+    model.prepare_inputs_for_generation = sliced
+    try:
+        yield
+    finally:
+        del model.prepare_inputs_for_generation

@@ -18,9 +18,9 @@ from transformers.generation import GenerationMixin
 
 from hf_paged.cache import PagedCache
 from hf_paged.encoder_decoder import PagedEncoderDecoderCache
+from hf_paged.rows import CACHE_NAMES
 
 TITLE = "PagedCache for encoder-decoder models"
-CACHE_NAMES = ("cache", "past_key_values")
 
 
 def apply() -> str | None:
@@ -38,12 +38,14 @@ def apply() -> str | None:
         if pair is None or name is None:
             return upstream(self, *args, **kwargs)
         kwargs[name] = pair
+        if type(self)._prepare_cache_for_generation is GenerationMixin._prepare_cache_for_generation:
+            return upstream(self, *args, **kwargs)
         # T5Gemma puts a new cache in place of an empty cross-attention half, lest it slides. Ours does not.
         self._prepare_cache_for_generation = functools.partial(GenerationMixin._prepare_cache_for_generation, self)
         try:
             return upstream(self, *args, **kwargs)
         finally:
-            del self._prepare_cache_for_generation
+            vars(self).pop("_prepare_cache_for_generation", None)  # another thread may have been first
 
     generate._hf_paged = True  # type: ignore[attr-defined]
     GenerationMixin.generate = generate

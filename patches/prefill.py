@@ -13,13 +13,11 @@ Delete      when `generate` expands its inputs after the prefill, and slices a c
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers.generation import GenerationMixin
@@ -27,17 +25,12 @@ from transformers.generation import GenerationMixin
 from hf_paged import packing, reuse
 from hf_paged.cache import PagedCache
 from hf_paged.encoder_decoder import PagedEncoderDecoderCache
+from hf_paged.rows import CACHE_NAMES, ENCODED, ROW_WISE, chosen_rows, equal_rows, repeat_rows
 from hf_paged.state import Packing
 
 TITLE = "sharing of equal prompts"
 PARAMETERS = ["self", "input_ids", "generation_config", "model_kwargs"]
-CACHE_NAMES = ("cache", "past_key_values")
 MIN_CHUNK = 256  # tokens; a smaller chunk would cost the rest of the model more than it saves
-# Arguments that are known to act on each row alone, and to be [B, ...] or the same for all rows. With any other one
-# present, rows of equal tokens may still differ, and nothing is shared.
-ROW_WISE = {"attention_mask", "position_ids", "token_type_ids", "decoder_attention_mask", "decoder_position_ids"}
-ENCODED = "encoder_outputs"  # an output of the encoder, whose tensors are row-wise
-SAME_FOR_ALL = {"use_cache", "logits_to_keep", "output_attentions", "output_hidden_states", "return_dict"}
 
 
 def apply() -> str | None:
@@ -105,7 +98,7 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
         batch, shared = len(inverse), len(first)
         rows = torch.from_numpy(first)
         few = {
-            name: _chosen(value, rows, batch) if name in ROW_WISE or name == ENCODED else value
+            name: chosen_rows(name, value, rows, batch) if name in ROW_WISE or name == ENCODED else value
             for name, value in model_kwargs.items()
         }
         if cache.num_rows:
@@ -118,7 +111,7 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
             # Also on failure: rows that were equal before hold the same blocks, so this puts the cache back as it was.
             if cache.num_rows == shared:
                 cache.select(inverse)
-        return _repeat(outputs, torch.from_numpy(inverse), shared)
+        return repeat_rows(outputs, torch.from_numpy(inverse), shared)
 
     return _prefill
 
@@ -191,80 +184,3 @@ def leave_one_token(input_ids: Tensor, generation_config: Any, model_kwargs: dic
             f"input_ids has {given} positions, but the cache holds {cached} already: pass the ids of the whole sequence, or "
             f"new ids with attention_mask for everything ([batch, {cached} + new]), or start over with cache.reset()"
         )
-
-
-def equal_rows(input_ids: Tensor, model_kwargs: dict[str, Any], cache: PagedCache) -> tuple[Any, Any] | None:
-    """Which rows are equal in all that the model sees of them: `first` [U], a representative of each group, and
-    `inverse` [B], the group of each row. None where no two rows are provably equal."""
-    batch = input_ids.shape[0]
-    if input_ids.dim() != 2 or batch < 2:
-        return None
-    per_row = [input_ids]
-    for name, value in model_kwargs.items():
-        if name in CACHE_NAMES or name in SAME_FOR_ALL or value is None:
-            continue
-        if name == ENCODED and isinstance(value, dict):
-            # Tuples of hidden states and attentions, kept for the caller, are not repeated for beams: nobody reads them.
-            values = [item for item in value.values() if isinstance(item, Tensor)]
-        elif name in ROW_WISE and isinstance(value, Tensor):
-            values = [value]
-        else:
-            return None
-        if not all(item.shape[0] in (1, batch) for item in values):
-            return None
-        per_row += [item for item in values if _is_per_row(item, batch)]
-    keys: list[list[Any]] = [which_row(item) for item in per_row]
-    for half in (cache, cache.cross_attention):
-        if half is not None and half.get_seq_length():
-            keys.append(half._state.row_keys())
-            if len(keys[-1]) != batch:
-                return None  # the forward pass says so in a sentence
-    groups: dict[tuple[Any, ...], int] = {}
-    inverse = np.array([groups.setdefault(key, len(groups)) for key in zip(*keys)])
-    if len(groups) == batch:
-        return None
-    return np.unique(inverse, return_index=True)[1], inverse
-
-
-def which_row(values: Tensor) -> list[int]:
-    """A number per row of `values` [B, ...], the same for two rows exactly when they are equal bit by bit.
-
-    Equal rows mostly stand side by side, as `generate` repeats them: one comparison of neighbours on the device, and only
-    the first row of each run goes to the host.
-    """
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
-    flat = values.detach().reshape(len(values), -1).contiguous().view(bits)
-    starts = torch.ones(len(flat), dtype=torch.bool, device=flat.device)
-    starts[1:] = (flat[1:] != flat[:-1]).any(1)
-    numbers: dict[bytes, int] = {}
-    heads = [numbers.setdefault(row.tobytes(), len(numbers)) for row in flat[starts].cpu().numpy()]
-    return [heads[run] for run in (starts.cumsum(0) - 1).tolist()]
-
-
-def _chosen(value: Any, rows: Tensor, batch: int) -> Any:
-    """The given rows of an argument."""
-    if isinstance(value, dict):
-        chosen = copy.copy(value)
-        for name, item in value.items():
-            chosen[name] = _chosen(item, rows, batch)
-        return chosen
-    return value[rows.to(value.device)] if _is_per_row(value, batch) else value
-
-
-def _is_per_row(value: Any, batch: int) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == batch
-
-
-def _repeat(outputs: Any, inverse: Tensor, shared: int) -> Any:
-    """Give every tensor of a model output that has one entry per computed row one per row of the caller."""
-
-    def repeat(value: Any) -> Any:
-        if isinstance(value, Tensor) and value.dim() and value.shape[0] == shared:
-            return value[inverse.to(value.device)]
-        if isinstance(value, (tuple, list)):
-            return type(value)(repeat(item) for item in value)
-        return value
-
-    for name, value in list(outputs.items()):
-        outputs[name] = repeat(value)
-    return outputs

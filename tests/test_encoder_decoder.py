@@ -11,7 +11,6 @@ import encoder_decoders
 import pytest
 import torch
 from hf_paged.patches import encoder_decoder as patch
-from hf_paged.patches.prefill import which_row
 from test_padding import kernel_calls
 from tiny import CACHE, default, make_pool, paged, poison
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,6 +21,7 @@ from hf_paged import LayerGeometry, PagedCache, PagedEncoderDecoderCache, PagePo
 from hf_paged.attention import paged_attention
 from hf_paged.compat import RELEASE
 from hf_paged.lazy import LazyKV
+from hf_paged.rows import which_row
 
 LAYERS, WIDTH = 4, encoder_decoders.WIDTH
 _models: dict[tuple[str, int], Any] = {}

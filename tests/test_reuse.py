@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import random
 from typing import Any
 
 import pytest
 import torch
-from tiny import CACHE, default, make_pool, paged, poison, prompts
+from tiny import CACHE, default, make_pool, paged, poison, prompts, upstream
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_paged import LayerGeometry, PagedCache, PagePool
-from hf_paged.compat import CROP_TO_LENGTH
+from hf_paged.compat import CROP_TO_LENGTH, CROP_ZERO_KEEPS_ALL
 
 
 def feed(cache: PagedCache, tokens: torch.Tensor) -> None:
@@ -84,10 +87,16 @@ def test_four_turns_of_whole_ids(llama: Any) -> None:
 
 def test_only_new_ids_with_the_full_mask(llama: Any) -> None:
     ids = prompts([20])["input_ids"]
-    with PagedCache(make_pool(llama)) as cache:
+
+    def go_on(cache: Any) -> torch.Tensor:
         with torch.no_grad():
             llama(ids[:, :13], **{CACHE: cache})
-        got = llama.generate(ids[:, 13:], attention_mask=torch.ones(1, 20), max_new_tokens=9, **{CACHE: cache})
+        return llama.generate(ids[:, 13:], attention_mask=torch.ones(1, 20), max_new_tokens=9, **{CACHE: cache})
+
+    with upstream():
+        go_on(DynamicCache())
+    with PagedCache(make_pool(llama)) as cache:
+        got = go_on(cache)
     want = default(llama, dict(input_ids=ids, attention_mask=torch.ones_like(ids)), max_new_tokens=9)
     assert torch.equal(want[:, 13:], got)
 
@@ -117,10 +126,16 @@ def test_cache_longer_than_the_input(llama: Any) -> None:
 def test_positions_after_an_external_prefill(llama: Any) -> None:
     """100 tokens by a forward pass, then `generate` from the last token with the mask of all 101."""
     ids = prompts([101])["input_ids"]
-    with PagedCache(make_pool(llama)) as cache:
+
+    def go_on(cache: Any) -> torch.Tensor:
         with torch.no_grad():
             llama(ids[:, :100], **{CACHE: cache})
-        got = llama.generate(ids[:, 100:], attention_mask=torch.ones(1, 101), max_new_tokens=10, **{CACHE: cache})
+        return llama.generate(ids[:, 100:], attention_mask=torch.ones(1, 101), max_new_tokens=10, **{CACHE: cache})
+
+    with upstream():
+        go_on(DynamicCache())
+    with PagedCache(make_pool(llama)) as cache:
+        got = go_on(cache)
     want = default(llama, dict(input_ids=ids, attention_mask=torch.ones_like(ids)), max_new_tokens=10)
     assert torch.equal(want[:, 100:], got)
 
@@ -128,7 +143,7 @@ def test_positions_after_an_external_prefill(llama: Any) -> None:
 def test_crop(pool: PagePool) -> None:
     cache = PagedCache(pool)
     feed(cache, torch.arange(1, 11)[None])
-    if not CROP_TO_LENGTH:
+    if CROP_ZERO_KEEPS_ALL:
         cache.crop(0)
     assert contents(cache) == [list(range(1, 11))]
     cache.crop(-1)
@@ -203,3 +218,62 @@ def test_batch_operations(pool: PagePool) -> None:
     assert contents(cache) == [[*want[0], 20], [*want[1], 23]]
     with pytest.raises(IndexError, match=r"must lie in 0\.\.1"):
         cache.batch_select_indices(torch.tensor([2]))
+
+
+@pytest.mark.parametrize("block_size", [4, 16, 256])
+@pytest.mark.parametrize("window", [0, 8])
+def test_operations_follow_a_dynamic_cache(window: int, block_size: int) -> None:
+    """The same random operations on both caches, contents compared after each. With a window, both keep what `crop` may want
+    back, and the last 7 positions are what the next token sees."""
+    if window and not hasattr(DynamicSlidingWindowLayer, "activate_past_recording"):
+        pytest.skip("the sliding layers of this release cannot be cropped")
+    pool = poison(PagePool([LayerGeometry(2, 4, 3, window=window)] * 2, num_blocks=400, block_size=block_size))
+    rng, generator = random.Random(window + block_size), torch.Generator().manual_seed(0)
+    layers = [DynamicSlidingWindowLayer(window) if window else DynamicLayer() for _ in range(2)]
+    mine, theirs = PagedCache(pool), Cache(layers=layers)
+    if window:
+        mine.activate_past_recording()
+        theirs.activate_past_recording()
+    rows, kept = 3, []  # what copies were made of stays alive, and must not change
+    for step in range(90):
+        width = mine.get_seq_length()
+        length = rng.choice([1, 1, 5, 13])
+        name = (
+            rng.choice(["append", "append", "crop", "reorder", "repeat", "select", "deepcopy"]) if width else "append"
+        )
+        if name == "append":
+            for index in range(2):
+                keys = torch.randn(rows, 2, length, 4, generator=generator)
+                values = torch.randn(rows, 2, length, 3, generator=generator)
+                mine.update(keys, values, index)
+                theirs.update(keys, values, index)
+        if name == ("append" if window else "crop"):  # a recording is cropped after each forward pass
+            count = rng.randrange(length if window else min(width, 4))
+            for cache in (mine, theirs):
+                keep = cache.get_seq_length() - count
+                cache.crop(-count if CROP_ZERO_KEEPS_ALL else keep)
+        elif name == "reorder":
+            order = torch.tensor([rng.randrange(rows) for _ in range(rows)])
+            mine.reorder_cache(order)
+            theirs.reorder_cache(order)
+        elif name == "repeat" and rows <= 4:
+            mine.batch_repeat_interleave(2)
+            theirs.batch_repeat_interleave(2)
+            rows *= 2
+        elif name == "select":
+            chosen = torch.tensor(sorted(rng.sample(range(rows), max(1, rows // 2))))
+            mine.batch_select_indices(chosen)
+            theirs.batch_select_indices(chosen)
+            rows = len(chosen)
+        elif name == "deepcopy":
+            kept.append((mine, theirs))
+            mine, theirs = copy.deepcopy(mine), copy.deepcopy(theirs)
+        for ours, other in (*kept[-2:], (mine, theirs)):
+            assert ours.get_seq_length() == other.get_seq_length()
+            for a, b in zip(ours.layers, other.layers, strict=True):
+                last = min(window - 1, ours.get_seq_length()) if window else ours.get_seq_length()
+                if last:
+                    assert torch.equal(a.keys[:, :, -last:], b.keys[:, :, -last:]), (step, name)
+                    assert torch.equal(a.values[:, :, -last:], b.values[:, :, -last:]), (step, name)
+        pool.check_integrity()
+    assert kept

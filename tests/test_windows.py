@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from test_reuse import feed
-from tiny import CACHE, default, make_pool, paged, poison, prompts
+from tiny import CACHE, condition, default, make_pool, paged, poison, prompts
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig
 
 from hf_paged import LayerGeometry, PagedCache, PagePool, PoolExhausted
+from hf_paged.kernels import KERNELS
 from hf_paged.layout import Group, OwnLayer, groups_of
 
 
@@ -52,6 +53,49 @@ def test_what_was_given_back_is_never_read(kind: str, kernel: str, model_of: Cal
             parts.append(model(ids[:, start:end], **{CACHE: cache}).logits)
             pool.check_integrity()
         torch.testing.assert_close(torch.cat(parts, 1), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("block_size", [4, 16, 256])
+def test_the_window_is_exact(block_size: int) -> None:
+    """One layer, window 8: token i sees i - 7 and not i - 8, in a prefill and in a decode step."""
+    size = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    config = MistralConfig(**size, num_hidden_layers=1, sliding_window=8, vocab_size=160, eos_token_id=None)
+    model = condition(AutoModelForCausalLM.from_config(config), 2)
+    model.set_attn_implementation("paged")
+    pool, ids = make_pool(model, 40, block_size), prompts([30])["input_ids"]
+
+    @torch.no_grad()
+    def logits(changed: int, prefilled: int) -> torch.Tensor:
+        other = ids.clone()
+        other[0, changed] = 5
+        with PagedCache(pool) as cache:
+            parts = [model(other[:, :prefilled], **{CACHE: cache}).logits]
+            parts += [model(other[:, i : i + 1], **{CACHE: cache}).logits for i in range(prefilled, 30)]
+        return torch.cat(parts, 1)[0]
+
+    for prefilled in (30, 3, 17):
+        seen = (logits(12, prefilled) - logits(29, prefilled)).abs().amax(-1) > 1e-4  # 29 is seen by itself alone
+        assert seen[12:20].all() and not seen[:12].any() and not seen[20:29].any()
+
+
+@pytest.mark.parametrize("kind", ["mistral", "gemma2", "gemma3"])
+def test_each_layer_gets_its_own_window(kind: str, model_of: Callable[[str], Any]) -> None:
+    model = model_of(kind)
+    pool = make_pool(model)
+    windows: list[int] = []
+    kernel = KERNELS[pool.kernel]
+
+    def spy(*args: Any) -> Any:
+        windows.append(args[7])
+        return kernel(*args)
+
+    KERNELS[pool.kernel] = spy
+    try:
+        paged(model, prompts([30, 13]), pool, max_new_tokens=3)
+    finally:
+        KERNELS[pool.kernel] = kernel
+    types = {"mistral": [8, 8, 8], "gemma2": [8, 0, 8], "gemma3": [0, 8, 0]}
+    assert windows == types[kind] * 3
 
 
 def test_blocks_come_back(model_of: Callable[[str], Any]) -> None:
