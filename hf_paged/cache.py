@@ -154,6 +154,49 @@ class PagedHybridLayer(LinearAttentionLayer, PagedLayer):
         return f"PagedHybridLayer({self.index})"
 
 
+class PagedBesideLayer(PagedLayer):
+    """A layer whose keys and values are paged, and what else it keeps of every token, such as the keys of an indexer, is
+    transformers' own: in a layer of that kind without keys and values, which answers to all that this one does not know."""
+
+    def __init__(self, state: CacheState, index: int, own: OwnLayer):
+        super().__init__(state, index)
+        self._make, self._own = own.make, own.make()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # also while a copy is being made, before there is an `_own`
+            raise AttributeError(name)
+        return getattr(self._own, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = self.__dict__.get("_own")
+        if own is None or name in self.__dict__ or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(own, name, value)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Reorder what is not paged."""
+        self._own.reorder_cache(beam_idx)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Shorten what is not paged."""
+        if self.width + tokens_to_remove <= 0:
+            self.forget()
+        else:
+            self._own.crop(tokens_to_remove)
+
+    def forget(self) -> None:
+        """Drop what is not paged."""
+        self._own = self._make()
+
+    def copy_states(self, other: PagedBesideLayer) -> None:
+        """Take over a copy of what `other` keeps beside its keys and values."""
+        self._own = copy.deepcopy(other._own)
+
+    def __repr__(self) -> str:
+        return f"PagedBesideLayer({self.index}, beside {self._own!r})"
+
+
 class PagedCache(Cache):
     """A key/value cache in blocks of a `PagePool`, for `model.generate(..., past_key_values=PagedCache(pool))` (named
     `cache=` in newer releases of transformers) and for plain forward passes.
@@ -192,7 +235,7 @@ class PagedCache(Cache):
 
     @property
     def lengths(self) -> list[int]:
-        """Real tokens of every row, pads not counted."""
+        """Real tokens of every row, pads not counted. Empty where no layer is paged."""
         lengths: list[int] = self._state.tables.lengths.tolist()
         return lengths
 
@@ -201,6 +244,13 @@ class PagedCache(Cache):
         """The block ids of every row, in the order of its tokens. Of a model whose layers look back differently far, those
         of its first group of layers."""
         return self._state.tables.block_ids()
+
+    @property
+    def batch_size(self) -> int:
+        """Number of rows, -1 before the first forward pass."""
+        if self._paged:
+            return self._paged[0].batch_size
+        return next((rows for rows in map(_rows_of, self.layers) if rows), -1)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -223,14 +273,15 @@ class PagedCache(Cache):
         twin._attach(self._state.fork(repeats))
         for mine, theirs in zip(self._paged, twin._paged):
             theirs.width = mine.width
-        rows = torch.arange(self._state.tables.num_rows).repeat_interleave(repeats)
         for index, layer in enumerate(self.layers):
-            if isinstance(layer, PagedHybridLayer):
+            if isinstance(layer, (PagedHybridLayer, PagedBesideLayer)):
                 twin.layers[index].copy_states(layer)
             elif not isinstance(layer, PagedLayer):
                 twin.layers[index] = copy.deepcopy(layer)
-        for layer in twin._stateful:
-            layer.reorder_cache(rows)
+        if repeats > 1 and self.batch_size > 0:
+            rows = torch.arange(self.batch_size).repeat_interleave(repeats)
+            for layer in twin._stateful:
+                layer.reorder_cache(rows)
         return twin
 
     def select(self, rows: Any) -> None:
@@ -242,7 +293,7 @@ class PagedCache(Cache):
         if rows.dtype == bool:
             rows = np.flatnonzero(rows)
         rows = rows.reshape(-1)
-        if self._state.select(rows):
+        if self._state.select(rows) if self._paged else not np.array_equal(rows, np.arange(self.batch_size)):
             for layer in self._stateful:
                 layer.reorder_cache(torch.from_numpy(rows.astype(np.int64)))
 
@@ -252,7 +303,7 @@ class PagedCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times in a row."""
-        self.select(np.repeat(np.arange(self._state.tables.num_rows), repeats))
+        self.select(np.repeat(np.arange(max(self.batch_size, 0)), repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the given rows, in the given order."""
@@ -291,7 +342,7 @@ class PagedCache(Cache):
         for index, spec in enumerate(self.pool.layers):
             if isinstance(spec, LayerGeometry):
                 self.layers[index].width = 0
-                if spec.states:
+                if isinstance(self.layers[index], (PagedHybridLayer, PagedBesideLayer)):
                     self.layers[index].forget()
             else:
                 self.layers[index] = spec.make()
@@ -331,14 +382,25 @@ class PagedCache(Cache):
         if state.released:
             return "PagedCache(released)"
         own = ", ".join(f"{i}: {layer!r}" for i, layer in enumerate(self.layers) if not isinstance(layer, PagedLayer))
-        size = f"{state.tables.num_rows} rows, width {state.width}, {len(self._paged)} paged layers"
+        size = f"{max(self.batch_size, 0)} rows, width {state.width}, {len(self._paged)} paged layers"
         return f"PagedCache({size}{f', not paged: {own}' if own else ''}, {state.pool!r})"
 
 
 def _make_layer(state: CacheState, index: int, spec: LayerGeometry | OwnLayer) -> Any:
     if isinstance(spec, OwnLayer):
         return spec.make()
+    if spec.beside is not None:
+        return PagedBesideLayer(state, index, spec.beside)
     return PagedHybridLayer(state, index, spec.states) if spec.states else PagedLayer(state, index)
+
+
+def _rows_of(layer: Any) -> int:
+    """Rows that one of transformers' own layers holds, 0 if it is empty."""
+    states = [getattr(layer, "keys", None)]
+    for name in ("conv_states", "recurrent_states"):
+        kept = getattr(layer, name, None)
+        states += kept.values() if isinstance(kept, dict) else [kept]
+    return next((len(state) for state in states if isinstance(state, Tensor) and state.numel()), 0)
 
 
 def _abandon(groups: list[BlockTables]) -> None:

@@ -124,7 +124,8 @@ class LazyKV(LazyTensor):
 
 
 class LazyMask(LazyTensor):
-    """The 4-D mask `[B, 1, q_length, width]` that sdpa would get, bool, with the pattern it was made from."""
+    """The 4-D mask `[B, 1, q_length, width]` that sdpa (bool) or eager attention (additive) would get, with the pattern it was
+    made from."""
 
     window: int | None
     state: CacheState
@@ -134,12 +135,13 @@ class LazyMask(LazyTensor):
         cls,
         state: CacheState,
         shape: tuple[int, int, int, int],
+        dtype: torch.dtype,
         device: Any,
         window: int | None,
         make: Callable[[], Tensor],
     ) -> LazyMask:
         """`window`: 0 for plain causal, the width of a sliding window in tokens, None for a pattern unknown to us."""
-        self: LazyMask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
+        self: LazyMask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         self.state, self.window, self._make, self._dense = state, window, make, None
         return self
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import masking_utils
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import causal_mask_function
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
 from .compat import mask_device, mask_query_length
 from .lazy import LazyMask
@@ -22,10 +25,12 @@ def paged_mask(batch_size: int, *, kv_length: int, attention_mask: Tensor | None
     """The mask function registered for `attn_implementation="paged"`; arguments as in `masking_utils.sdpa_mask`.
 
     Where the key length comes from a PagedCache, that cache learns which positions are pads, and the mask stays lazy.
-    Otherwise this is sdpa's mask.
+    Otherwise this is sdpa's mask, or, for a model that was never made for sdpa, the additive one that it expects.
     """
+    additive = adds_masks(type(kwargs.get("config")))
+    dense_mask = masking_utils.eager_mask if additive else masking_utils.sdpa_mask
     if not isinstance(kv_length, Width):
-        return sdpa_mask(batch_size, kv_length=kv_length, attention_mask=attention_mask, **kwargs)
+        return dense_mask(batch_size, kv_length=kv_length, attention_mask=attention_mask, **kwargs)
     state = kv_length.state
     q_length = mask_query_length(kwargs)
     state.announce_mask(attention_mask, q_length)
@@ -34,13 +39,23 @@ def paged_mask(batch_size: int, *, kv_length: int, attention_mask: Tensor | None
         if state.packing:
             raise PackedRead("the mask was read outside the kernels in a packed forward pass")
         exact = {**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        mask = sdpa_mask(batch_size, kv_length=int(kv_length), attention_mask=attention_mask, **exact)
+        mask = dense_mask(batch_size, kv_length=int(kv_length), attention_mask=attention_mask, **exact)
         assert mask is not None
         return mask
 
     window = window_of(kwargs.get("mask_function", causal_mask_function))
     shape = (batch_size, 1, q_length, int(kv_length))
-    return LazyMask(state, shape, mask_device(kwargs), window, make)
+    dtype = kwargs.get("dtype", torch.float32) if additive else torch.bool
+    return LazyMask(state, shape, dtype, mask_device(kwargs), window, make)
+
+
+@functools.cache
+def adds_masks(config_class: type) -> bool:
+    """Whether the model of this config was written for additive masks alone, since it does not claim to support sdpa."""
+    for models in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING):
+        if config_class in models:
+            return not getattr(models[config_class], "_supports_sdpa", True)
+    return False
 
 
 def window_of(mask_function: Callable[..., Any]) -> int | None:

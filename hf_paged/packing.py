@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .blocks import PoolExhausted
+from .compat import CACHE_NAME
 from .layout import LayerGeometry
 from .plan import Bool, PackedRead
 from .state import CacheState
@@ -42,9 +43,10 @@ def packable(model: Any, new_ids: Tensor, model_kwargs: dict[str, Any], state: C
     if mask is None or positions is None or type(model) in _padded_only:
         return None
     if any(
-        layer.states if isinstance(layer, LayerGeometry) else layer.name != "DummyLayer" for layer in state.pool.layers
+        layer.states or layer.beside if isinstance(layer, LayerGeometry) else layer.name != "DummyLayer"
+        for layer in state.pool.layers
     ):
-        return None  # a layer that is not paged keeps a state per row
+        return None  # what is not paged is kept per row
     if (
         model.config._attn_implementation != "paged"
         or "position_ids" not in inspect.signature(model.forward).parameters
@@ -63,7 +65,7 @@ def prefill(model: Any, new_ids: Tensor, new: Bool, model_kwargs: dict[str, Any]
     Returns the model's output with logits [B, 1, vocabulary], or None where the model cannot be run so; the cache is as
     before then. Raises `PoolExhausted`.
     """
-    state, width = cache._state, cache.get_seq_length()
+    state, width = cache._state, cache._state.width
     q_length = new_ids.shape[1]
     source = torch.from_numpy(np.flatnonzero(new)).to(new_ids.device)  # [T]
     last = torch.from_numpy(np.cumsum(new.sum(1)) - 1).to(new_ids.device)  # [B]
@@ -83,6 +85,8 @@ def prefill(model: Any, new_ids: Tensor, new: Bool, model_kwargs: dict[str, Any]
         plan = state.plan
         if plan is None or not plan.updates or plan.attended != plan.updates:
             raise PackedRead("some layer's keys were not read by a kernel")
+        if outputs.get(CACHE_NAME) not in (None, cache):
+            raise PackedRead("the model has put this cache into one of its own")
     except PoolExhausted:
         raise
     except Exception as error:

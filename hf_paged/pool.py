@@ -51,7 +51,8 @@ class PagePool:
     Use `PagePool.for_model`; this constructor is for models whose config does not tell the geometry.
 
     Args:
-        layers: one `LayerGeometry` per layer, or an `OwnLayer` for one that is not paged.
+        layers: one `LayerGeometry` per layer, or an `OwnLayer` for one that is not paged. Where none is, the caches of
+            this pool hold transformers' own layers only, and take no block.
         num_blocks, block_size: the size of the pool, `num_blocks * block_size` tokens.
         dtype: of keys and values.
         device: where the kernel is to run. Layers may live elsewhere, those then use the reference kernel.
@@ -73,8 +74,6 @@ class PagePool:
     ):
         self.layers = list(layers)
         self.geometry = [layer for layer in self.layers if isinstance(layer, LayerGeometry)]
-        if not self.geometry:
-            raise ValueError("no layer has a LayerGeometry: a pool needs at least one that is paged")
         self.groups = groups_of(self.layers)
         self.group_of = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
         self.manager = BlockManager(num_blocks, block_size)
@@ -111,8 +110,7 @@ class PagePool:
 
         Runs the model once, on one token, to learn the shapes of its keys and values.
 
-        Raises `ValueError` when the budget holds no block, when both `memory` and `num_blocks` are given, or when the
-        model has no layer that could be paged; what it has is named.
+        Raises `ValueError` when the budget holds no block, and when both `memory` and `num_blocks` are given.
         """
         if memory is not None and num_blocks is not None:
             raise ValueError(f"memory={memory!r} and num_blocks={num_blocks} both set the size: give one of them")
@@ -122,7 +120,7 @@ class PagePool:
         if num_blocks is None:
             budget = default_budget(model.device) if memory is None else parse_bytes(memory)
             per_block = bytes_per_token(layers, dtype) * block_size
-            num_blocks = budget // per_block
+            num_blocks = budget // per_block if per_block else 1  # nothing is paged: one block for the form
             if num_blocks < 1:
                 raise ValueError(
                     f"memory={memory!r} holds no block: one block of {block_size} tokens takes {per_block} bytes in this model"

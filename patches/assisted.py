@@ -19,7 +19,7 @@ from transformers.generation import GenerationMixin
 
 from hf_paged.cache import PagedCache
 
-from .prefill import cache_in, covers_everything, leave_one_token
+from .prefill import cache_in, cached_positions, covers_everything, leave_one_token
 
 TITLE = "assisted decoding from a filled cache"
 
@@ -37,7 +37,7 @@ def apply() -> str | None:
     @functools.wraps(upstream)
     def _assisted_decoding(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         cache = cache_in(kwargs)
-        if not isinstance(cache, PagedCache) or not cache.get_seq_length():
+        if not isinstance(cache, PagedCache) or not cached_positions(cache):
             return upstream(self, input_ids, *args, **kwargs)
         generation_config = kwargs["generation_config"]
         leave_one_token(input_ids, generation_config, kwargs, cache)

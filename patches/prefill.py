@@ -20,10 +20,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import EncoderDecoderCache
 from transformers.generation import GenerationMixin
 
 from hf_paged import packing
 from hf_paged.cache import PagedCache
+from hf_paged.compat import only_states
+from hf_paged.layout import STATE_IN_MODULES
 
 TITLE = "sharing of equal prompts"
 PARAMETERS = ["self", "input_ids", "generation_config", "model_kwargs"]
@@ -56,6 +59,11 @@ def cache_in(arguments: dict[str, Any]) -> Any:
     return next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
 
 
+def cached_positions(cache: PagedCache) -> int:
+    """Padded positions that the cache holds; 0 where its layers keep states only, which tell no number."""
+    return 0 if only_states(cache) else cache.get_seq_length()
+
+
 def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(upstream)
     def _prefill(
@@ -71,11 +79,14 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
             if generation_config.prefill_chunk_size is None:
                 outputs = _run_packed(self, input_ids, generation_config, model_kwargs, cache)
             if outputs is None:
-                with _chunks_for_windows(input_ids, generation_config, model_kwargs, cache):
+                with _chunks_for_windows(self, input_ids, generation_config, model_kwargs, cache):
                     outputs = upstream(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
             return outputs
 
-        groups = None if self.training else equal_rows(input_ids, model_kwargs, cache)  # dropout tells rows apart
+        if self.training or self.config.model_type in STATE_IN_MODULES:  # dropout or a state out of reach tells rows apart
+            groups = None
+        else:
+            groups = equal_rows(input_ids, model_kwargs, cache)
         if groups is None:
             return run(input_ids, model_kwargs)
 
@@ -86,7 +97,7 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
             name: value[rows.to(value.device)] if name in ROW_WISE and _is_per_row(value, batch) else value
             for name, value in model_kwargs.items()
         }
-        if cache.get_seq_length():
+        if cached_positions(cache):
             cache.select(first)
         try:
             outputs = run(input_ids[rows.to(input_ids.device)], few)
@@ -94,8 +105,11 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
             # Older releases note in the arguments how far they have come.
             model_kwargs.update({name: value for name, value in few.items() if name not in model_kwargs})
             # Also on failure: rows that were equal before hold the same blocks, so this puts the cache back as it was.
-            if len(cache.lengths) == shared:
+            if cache.batch_size == shared:
                 cache.select(inverse)
+        returned = cache_in(outputs)
+        if isinstance(returned, EncoderDecoderCache) and returned is not cache:  # a model that has added one of its own
+            returned.cross_attention_cache.reorder_cache(torch.from_numpy(inverse))
         return _repeat(outputs, torch.from_numpy(inverse), shared)
 
     return _prefill
@@ -106,7 +120,7 @@ def _run_packed(
 ) -> Any | None:
     """Prefill without pads. None where that is not possible or would save nothing."""
     whole = covers_everything(input_ids, generation_config, model_kwargs)
-    new_ids = input_ids[:, cache.get_seq_length() :] if whole else input_ids
+    new_ids = input_ids[:, cached_positions(cache) :] if whole else input_ids
     if new_ids.dim() != 2:
         return None
     new = packing.packable(model, new_ids, model_kwargs, cache._state)
@@ -115,7 +129,7 @@ def _run_packed(
 
 @contextlib.contextmanager
 def _chunks_for_windows(
-    input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], cache: PagedCache
+    model: Any, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], cache: PagedCache
 ) -> Iterator[None]:
     """Prefill a long prompt in chunks where layers with a window would else keep all of it until the next step. Only where
     nothing but the last logits is asked for."""
@@ -124,7 +138,8 @@ def _chunks_for_windows(
     if (
         not window
         or generation_config.prefill_chunk_size is not None
-        or input_ids.shape[1] - cache.get_seq_length() < 2 * chunk
+        or model.config.model_type in STATE_IN_MODULES
+        or input_ids.shape[1] - cached_positions(cache) < 2 * chunk
         or not packing.asked_for(model_kwargs) <= ROW_WISE | {"use_cache", "logits_to_keep", *CACHE_NAMES}
     ):
         yield
@@ -146,7 +161,7 @@ def covers_everything(input_ids: Tensor, generation_config: Any, model_kwargs: d
 def leave_one_token(input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], cache: PagedCache) -> None:
     """Where `input_ids` are the whole sequence and all of it is cached, drop the last position: the next token needs one
     position computed. Raises `ValueError` where the cache holds more than the sequence."""
-    cached, given = cache.get_seq_length(), input_ids.shape[1]
+    cached, given = cached_positions(cache), input_ids.shape[1]
     if not covers_everything(input_ids, generation_config, model_kwargs):
         return
     if model_kwargs.get("inputs_embeds") is not None or given == 0:
@@ -177,7 +192,7 @@ def equal_rows(input_ids: Tensor, model_kwargs: dict[str, Any], cache: PagedCach
         elif value.shape[0] != 1:
             return None
     keys = [b"".join(parts) for parts in zip(*([row.tobytes() for row in t.cpu().numpy()] for t in per_row))]
-    if cache.get_seq_length():
+    if cached_positions(cache) or (cache.batch_size > 0 and not cache.pool.geometry):
         stored = cache._state.row_keys()
         if len(stored) != batch:
             return None  # the forward pass says so in a sentence

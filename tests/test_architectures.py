@@ -23,7 +23,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import hf_paged
 from hf_paged.kernels import KERNELS
-from hf_paged.layout import UNSUPPORTED
 
 SEEDS_FILE = Path(__file__).with_name("architectures.json")
 PREFIX = "encoder-decoder "
@@ -85,13 +84,6 @@ def run(model_type: str, seed: int, gain: float) -> str:
 @pytest.mark.parametrize("model_type", sorted(json.loads(SEEDS_FILE.read_text())) if SEEDS_FILE.exists() else [])
 def test_architecture(model_type: str) -> None:
     run(model_type, *json.loads(SEEDS_FILE.read_text())[model_type])
-
-
-@pytest.mark.parametrize("model_type", sorted(UNSUPPORTED))
-def test_refused(model_type: str) -> None:
-    """What would give other tokens says so when the pool is made."""
-    with pytest.raises(ValueError, match=r"is not supported: it .*\. Use the default cache"):
-        hf_paged.PagePool.for_model(architectures.build(model_type, False), num_blocks=4)
 
 
 def find_seed(model_type: str) -> tuple[int, float] | str:
