@@ -28,6 +28,9 @@ HYBRID_LAYERS = ("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlid
 # Model types with a state in their modules, not in the cache: one row of it per row of the batch, in that order.
 STATE_IN_MODULES = {"recurrent_gemma"}
 
+# Model types whose indexers look at pads as well, mask or not, so that the results at pads decide which keys are seen.
+READS_PADS = {"minimax_m3_vl_text"}
+
 
 class LayerGeometry(NamedTuple):
     """The shape of one layer's keys, `[.., kv_heads, .., key_dim]`, and values.
@@ -101,17 +104,20 @@ def layers_of(model: Any) -> list[LayerGeometry | OwnLayer]:
     # One mask serves all layers that slide, and one of ours is as wide as the sequence: all of them are paged, or none.
     own_slide = any(getattr(layer, "is_sliding", False) and not _is_paged(layer) for layer in cache.layers)
     for index, layer in enumerate(cache.layers):
-        own = OwnLayer(type(layer).__name__, functools.partial(copy.deepcopy, fresh[index]))
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         paged = _is_paged(layer) and not (own_slide and layer.is_sliding)
         if isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor) and (paged or _grows_beside(layer)):
             states = getattr(layer, "number_of_states", 0)
             window = getattr(layer, "sliding_window", None) or 0
-            beside = None if paged else own
+            beside = None if paged else _own(layer, fresh[index])
             layers.append(LayerGeometry(keys.shape[1], keys.shape[3], values.shape[3], states, int(window), beside))
         else:
-            layers.append(own)
+            layers.append(_own(layer, fresh[index]))
     return layers
+
+
+def _own(layer: Any, fresh: Any) -> OwnLayer:
+    return OwnLayer(type(layer).__name__, functools.partial(copy.deepcopy, fresh))
 
 
 def _is_paged(layer: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ from .lazy import LazyMask
 from .plan import PackedRead
 from .state import Width
 
+_adds_masks: dict[Any, bool] = {}  # by config class; not functools.cache, which torch.compile does not trace
 _AND = masking_utils.and_masks(causal_mask_function).__code__
 _SLIDING = masking_utils.sliding_window_overlay(1).__code__
 
@@ -49,13 +49,12 @@ def paged_mask(batch_size: int, *, kv_length: int, attention_mask: Tensor | None
     return LazyMask(state, shape, dtype, mask_device(kwargs), window, make)
 
 
-@functools.cache
-def adds_masks(config_class: type) -> bool:
+def adds_masks(config_class: Any) -> bool:
     """Whether the model of this config was written for additive masks alone, since it does not claim to support sdpa."""
-    for models in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING):
-        if config_class in models:
-            return not getattr(models[config_class], "_supports_sdpa", True)
-    return False
+    if config_class not in _adds_masks:
+        models = [m[config_class] for m in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING) if config_class in m]
+        _adds_masks[config_class] = not all(getattr(model, "_supports_sdpa", True) for model in models[:1])
+    return _adds_masks[config_class]
 
 
 def window_of(mask_function: Callable[..., Any]) -> int | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import kernels
 from .blocks import BlockManager, Int32
-from .layout import LayerGeometry, OwnLayer, groups_of, layers_of, makes_sliding_masks
+from .layout import READS_PADS, LayerGeometry, OwnLayer, groups_of, layers_of, makes_sliding_masks
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +73,8 @@ class PagePool:
         prefix_caching: bool = True,
     ):
         self.layers = list(layers)
+        if not self.layers:
+            raise ValueError("layers is empty: give one LayerGeometry or OwnLayer per layer of the model")
         self.geometry = [layer for layer in self.layers if isinstance(layer, LayerGeometry)]
         self.groups = groups_of(self.layers)
         self.group_of = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
@@ -83,6 +85,7 @@ class PagePool:
         self.kernel, self.kernel_reason = kernels.choose(kernel, self.device, dtype, dims)
         self.prefix_caching = prefix_caching
         self.masks_slide = True  # whether masks hide what has left a window; see layout.makes_sliding_masks
+        self.stores_pads = False  # whether pads are stored and computed as in the default cache; see layout.READS_PADS
         self._storage: list[LayerStorage | None] = [None] * len(self.layers)
         self._storage_lock = threading.Lock()
 
@@ -135,6 +138,7 @@ class PagePool:
             prefix_caching=prefix_caching,
         )
         pool.masks_slide = not any(group.window for group in pool.groups) or makes_sliding_masks(model)
+        pool.stores_pads = model.config.get_text_config(decoder=True).model_type in READS_PADS
         logger.info("%r for %s: kernel %s", pool, type(model).__name__, pool.kernel_reason)
         return pool
 

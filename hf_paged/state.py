@@ -131,6 +131,8 @@ class CacheState:
     def _read_mask(self, mask: Tensor | None, batch: int, q_length: int) -> tuple[Bool | None, bool]:
         """Which of the new positions are real, bool [B, q_length] (None: all), and whether plain causality over the
         stored tokens is what the mask asks for."""
+        if self.pool.stores_pads:
+            return None, mask is None or bool(mask.all())
         if mask is None:
             if self.real is not None:
                 self._refuse_pads(np.ones_like(self.real))

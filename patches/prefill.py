@@ -83,7 +83,9 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
                     outputs = upstream(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
             return outputs
 
-        if self.training or self.config.model_type in STATE_IN_MODULES:  # dropout or a state out of reach tells rows apart
+        if (
+            self.training or self.config.model_type in STATE_IN_MODULES
+        ):  # dropout or a state out of reach tells rows apart
             groups = None
         else:
             groups = equal_rows(input_ids, model_kwargs, cache)
