@@ -51,7 +51,8 @@ def paged_attention(
     key.plan.attended += 1
     sinks = kwargs.get("s_aux")
     pool = key.state.pool
-    plan = key.plan.on(query.device, pool.group_of[key.layer])
+    group, chunk = pool.group_of[key.layer], attention_mask.chunk_size if isinstance(attention_mask, LazyMask) else 0
+    plan = key.plan.on_chunks(query.device, group, chunk) if chunk else key.plan.on(query.device, group)
     batch, num_heads, q_length, dim = query.shape
     queries = query.transpose(1, 2).reshape(batch * q_length, num_heads, dim)  # [B * q_length, H_q, D_k]
     queries = queries if queries.stride(-1) == 1 else queries.contiguous()
@@ -117,18 +118,25 @@ def _native_window(
         window = mask.window
     else:
         window = None
-    kept = key.state.pool.window_of(key.layer)
-    if window is not None and kept and not 0 < window <= kept:
+    pool = key.state.pool
+    group = pool.groups[pool.group_of[key.layer]]
+    if isinstance(mask, LazyMask) and mask.chunk_size:
+        kept = not group.window or (
+            mask.chunk_size == group.window if group.chunked else mask.chunk_size <= group.window
+        )
+        return window if kept and mask.chunk_size % pool.block_size == 0 else None
+    if window is not None and group.window and (group.chunked or not 0 < window <= group.window):
         # The model looks back further than its cache keeps: as in the default cache, what is gone is not seen.
-        if plan.q_length == 1:
-            return kept
-        return window if plan.longest_past < kept else None
+        if plan.q_length == 1 and not group.chunked:
+            return group.window
+        return window if plan.longest_past < group.window else None
     return window
 
 
 def _without_left_tokens(query: Tensor, key: LazyKV, mask: Tensor | None, causal: bool) -> Tensor | None:
     """The mask, with the tokens hidden that had left the window of the layer's cache before this pass."""
-    left = key.plan.left_window(query.device, key.state.pool.window_of(key.layer))
+    pool = key.state.pool
+    left = key.plan.left_window(query.device, pool.groups[pool.group_of[key.layer]])
     if left is None:
         return mask
     q_length, width = query.shape[2], key.shape[2]

@@ -15,6 +15,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_outputs import BaseModelOutput
 
+from .blocks import Int64
 from .compat import CACHE_NAME, HAS_HYBRID_LAYERS
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,8 @@ class LayerGeometry(NamedTuple):
     """The shape of one layer's keys, `[.., kv_heads, .., key_dim]`, and values.
 
     `states` is the number of convolution or recurrent states that the layer keeps beside them, as transformers does.
-    `window` is the number of tokens that it looks back at most, 0: all; older ones need not be kept. `beside` makes
+    `window` is the number of tokens that it looks back at most, 0: all; older ones need not be kept. Where it is `chunked`,
+    that is the size of a chunk, and it looks back to the beginning of the chunk only. `beside` makes
     transformers' own layer where that keeps more of every token than keys and values, such as the keys of an indexer.
     """
 
@@ -46,6 +48,7 @@ class LayerGeometry(NamedTuple):
     states: int = 0
     window: int = 0
     beside: OwnLayer | None = None
+    chunked: bool = False
 
 
 class Group(NamedTuple):
@@ -53,6 +56,11 @@ class Group(NamedTuple):
 
     window: int  # tokens that its layers look back; 0: all
     layers: list[int]
+    chunked: bool = False  # whether the window is a chunk: tokens of the chunks before are not seen
+
+    def first_seen(self, lengths: Int64) -> Int64:
+        """The first token that a query behind each of these numbers of tokens may see; below 0: all of them."""
+        return lengths // self.window * self.window if self.chunked else lengths - self.window + 1
 
 
 def groups_of(layers: Sequence[LayerGeometry | OwnLayer]) -> list[Group]:
@@ -63,15 +71,16 @@ def groups_of(layers: Sequence[LayerGeometry | OwnLayer]) -> list[Group]:
     only, all layers form a single group, an empty one if none is paged; it slides if they all have that window.
     """
     paged = [(index, layer) for index, layer in enumerate(layers) if isinstance(layer, LayerGeometry)]
-    kinds: dict[int, list[int]] = {}
+    kinds: dict[tuple[int, bool], list[int]] = {}
     for index, layer in paged:
-        kinds.setdefault(layer.window, []).append(index)
+        kinds.setdefault((layer.window, layer.chunked), []).append(index)
     if len({layer[:3] for _, layer in paged}) > 1 or len(kinds) <= 1:
-        return [Group(min(kinds) if len(kinds) == 1 else 0, [index for index, _ in paged])]
+        window, chunked = min(kinds) if len(kinds) == 1 else (0, False)
+        return [Group(window, [index for index, _ in paged], chunked)]
     size = min(len(indices) for indices in kinds.values())
     return [
-        Group(window, indices[start : start + size])
-        for window, indices in sorted(kinds.items())
+        Group(window, indices[start : start + size], chunked)
+        for (window, chunked), indices in sorted(kinds.items())
         for start in range(0, len(indices), size)
     ]
 
@@ -99,6 +108,8 @@ def layers_of(model: Any) -> list[LayerGeometry | OwnLayer]:
     except Exception as error:
         logger.info("%s does not run on one token (%s): its config must tell the geometry", type(model).__name__, error)
         return list(geometry_of(model.config))
+    types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or []
+    chunked = [index for index, layer_type in enumerate(types) if layer_type == "chunked_attention"]
     fresh = DynamicCache(config=model.config).layers
     layers: list[LayerGeometry | OwnLayer] = []
     # One mask serves all layers that slide, and one of ours is as wide as the sequence: all of them are paged, or none.
@@ -110,7 +121,8 @@ def layers_of(model: Any) -> list[LayerGeometry | OwnLayer]:
             states = getattr(layer, "number_of_states", 0)
             window = getattr(layer, "sliding_window", None) or 0
             beside = None if paged else _own(layer, fresh[index])
-            layers.append(LayerGeometry(keys.shape[1], keys.shape[3], values.shape[3], states, int(window), beside))
+            shape = keys.shape[1], keys.shape[3], values.shape[3]
+            layers.append(LayerGeometry(*shape, states, int(window), beside, index in chunked))
         else:
             layers.append(_own(layer, fresh[index]))
     return layers

@@ -100,11 +100,11 @@ class LazyKV(LazyTensor):
     def make(self) -> Tensor:
         """See `gathered`. Raises `RuntimeError` where the reader's mask would show it tokens that are gone."""
         pool = self.state.pool
-        window = pool.window_of(self.layer)
-        if not pool.masks_slide and self.plan.left_window(self.blocks.device, window) is not None:
+        group = pool.groups[pool.group_of[self.layer]]
+        if not pool.masks_slide and self.plan.left_window(self.blocks.device, group) is not None:
             raise RuntimeError(
-                f"layer {self.layer} keeps a window of {window} tokens, but this model's masks show all of them: run it with "
-                'attn_implementation="paged", which hides what is gone'
+                f"layer {self.layer} keeps a window of {group.window} tokens, but this model's masks show all of them: run it "
+                'with attn_implementation="paged", which hides what is gone'
             )
         return self.gathered()
 
@@ -128,6 +128,7 @@ class LazyMask(LazyTensor):
     made from."""
 
     window: int | None
+    chunk_size: int
     state: CacheState
 
     @staticmethod
@@ -138,11 +139,14 @@ class LazyMask(LazyTensor):
         dtype: torch.dtype,
         device: Any,
         window: int | None,
+        chunk_size: int,
         make: Callable[[], Tensor],
     ) -> LazyMask:
-        """`window`: 0 for plain causal, the width of a sliding window in tokens, None for a pattern unknown to us."""
+        """`window`: 0 for plain causal, the width of a sliding window in tokens, None for a pattern unknown to us.
+        `chunk_size`: the tokens of a chunk where attention is causal and stays within chunks, else 0."""
         self: LazyMask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        self.state, self.window, self._make, self._dense = state, window, make, None
+        self.state, self.window, self.chunk_size = state, window, chunk_size
+        self._make, self._dense = make, None
         return self
 
     _make: Callable[[], Tensor]

@@ -19,6 +19,7 @@ from .state import Width
 _adds_masks: dict[Any, bool] = {}  # by config class; not functools.cache, which torch.compile does not trace
 _AND = masking_utils.and_masks(causal_mask_function).__code__
 _SLIDING = masking_utils.sliding_window_overlay(1).__code__
+_CHUNKED = masking_utils.chunked_overlay(1, torch.zeros(1, dtype=torch.long)).__code__
 
 
 def paged_mask(batch_size: int, *, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
@@ -43,10 +44,12 @@ def paged_mask(batch_size: int, *, kv_length: int, attention_mask: Tensor | None
         assert mask is not None
         return mask
 
-    window = window_of(kwargs.get("mask_function", causal_mask_function))
+    pattern = kwargs.get("mask_function", causal_mask_function)
+    chunk = chunk_of(pattern)
+    window = 0 if chunk else window_of(pattern)
     shape = (batch_size, 1, q_length, int(kv_length))
     dtype = kwargs.get("dtype", torch.float32) if additive else torch.bool
-    return LazyMask(state, shape, dtype, mask_device(kwargs), window, make)
+    return LazyMask(state, shape, dtype, mask_device(kwargs), window, chunk, make)
 
 
 def adds_masks(config_class: Any) -> bool:
@@ -58,18 +61,26 @@ def adds_masks(config_class: Any) -> bool:
 
 
 def window_of(mask_function: Callable[..., Any]) -> int | None:
-    """0 for the plain causal pattern, the window for causal and sliding, None for every other one.
+    """0 for the plain causal pattern, the window for causal and sliding, None for every other one."""
+    return 0 if mask_function is causal_mask_function else _overlaid(mask_function, _SLIDING, "sliding_window")
+
+
+def chunk_of(mask_function: Callable[..., Any]) -> int:
+    """The chunk size for causal attention within chunks that are counted from a row's first token, 0 for other patterns."""
+    return _overlaid(mask_function, _CHUNKED, "chunk_size") or 0
+
+
+def _overlaid(mask_function: Callable[..., Any], code: Any, size: str) -> int | None:
+    """The size of an overlay on the causal pattern, None where the pattern is another one.
 
     transformers composes patterns from closures; two of them are the same pattern when they share their code object.
     """
-    if mask_function is causal_mask_function:
-        return 0
     if getattr(mask_function, "__code__", None) is not _AND:
         return None
     overlay, *rest = _free_variables(mask_function)["mask_functions"]
-    if rest == [causal_mask_function] and getattr(overlay, "__code__", None) is _SLIDING:
-        window = _free_variables(overlay)["sliding_window"]
-        return window if isinstance(window, int) and window > 0 else None
+    if rest == [causal_mask_function] and getattr(overlay, "__code__", None) is code:
+        value = _free_variables(overlay)[size]
+        return value if isinstance(value, int) and value > 0 else None
     return None
 
 

@@ -156,10 +156,6 @@ class PagePool:
         """Bytes of keys and values that one block takes in all layers of a group together."""
         return bytes_per_token(self.layers, self.dtype) * self.block_size
 
-    def window_of(self, layer: int) -> int:
-        """Tokens that the cache of `layer` keeps, 0: all."""
-        return self.groups[self.group_of[layer]].window
-
     # ----------------------------------------------------------------------------------------------------- the data
 
     def storage(self, layer: int) -> LayerStorage:

@@ -126,7 +126,7 @@ class CacheState:
         """Give back what no query that follows will see: the next one of a row stands at its length."""
         for group, tables in zip(self.pool.groups, self.groups):
             if group.window:
-                tables.slide(tables.lengths - group.window + 1)
+                tables.slide(group.first_seen(tables.lengths))
 
     def _read_mask(self, mask: Tensor | None, batch: int, q_length: int) -> tuple[Bool | None, bool]:
         """Which of the new positions are real, bool [B, q_length] (None: all), and whether plain causality over the
@@ -194,7 +194,7 @@ class CacheState:
             real = None if self.real is None else self.real[:, :width]
             lengths = np.full(self.tables.num_rows, width) if real is None else real.sum(1)
             for group, tables in zip(self.pool.groups, self.groups):
-                first = np.maximum(lengths - group.window + 1, 0)
+                first = np.maximum(group.first_seen(lengths), 0) if group.window else 0
                 if (tables.starts * tables.manager.block_size > first).any():
                     raise ValueError(
                         f"cannot go back to {width} positions: the tokens that a window of {group.window} would show there "

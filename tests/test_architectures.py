@@ -95,11 +95,12 @@ class Spy:
         self.kernel: set[int] = set()
         self.dense: set[int] = set()
         self.patch = pytest.MonkeyPatch()
-        calls, kernel, gathered = [0], KERNELS["cpu"], LazyKV.gathered
+        calls, gathered = [0], LazyKV.gathered
 
-        def counted(*args: Any) -> torch.Tensor:
+        def counted(kernel: Any, *args: Any) -> torch.Tensor:
             calls[0] += 1
-            return kernel(*args)
+            out: torch.Tensor = kernel(*args)
+            return out
 
         def paged_attention(module: Any, query: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
             before = calls[0]
@@ -112,7 +113,8 @@ class Spy:
             self.dense.add(handle.layer)
             return gathered(handle)
 
-        self.patch.setitem(KERNELS, "cpu", counted)
+        for name, kernel in KERNELS.items():
+            self.patch.setitem(KERNELS, name, functools.partial(counted, kernel))
         self.patch.setattr(LazyKV, "gathered", dense)
         self.patch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "paged", paged_attention)
         return self

@@ -23,7 +23,7 @@ from transformers.masking_utils import (
 from hf_paged import LayerGeometry, PagedCache, PagePool
 from hf_paged.attention import paged_attention
 from hf_paged.lazy import LazyMask
-from hf_paged.masks import window_of
+from hf_paged.masks import chunk_of, window_of
 
 
 def test_registered_at_import() -> None:
@@ -69,6 +69,8 @@ def test_patterns() -> None:
     assert window_of(causal_mask_function) == 0
     assert window_of(sliding_window_causal_mask_function(7)) == 7
     assert window_of(chunked_causal_mask_function(8, torch.zeros(1, dtype=torch.long))) is None
+    assert chunk_of(chunked_causal_mask_function(8, torch.zeros(1, dtype=torch.long))) == 8
+    assert chunk_of(causal_mask_function) == chunk_of(sliding_window_causal_mask_function(7)) == 0
     assert window_of(or_masks(causal_mask_function, causal_mask_function)) is None
     assert window_of(and_masks(causal_mask_function, causal_mask_function)) is None
     assert window_of(and_masks(sliding_window_causal_mask_function(7), causal_mask_function)) is None
