@@ -88,6 +88,15 @@ def test_crop(kind: str) -> None:
     both.step(ids((2, 4)))
 
 
+def test_one_mask_for_all_that_slide() -> None:
+    """Where one sliding layer stays transformers' own, all do: several new tokens past the window of 16 see the right keys."""
+    model = built("deepseek_v4")
+    ids = functools.partial(torch.randint, 3, VOCAB, generator=torch.Generator().manual_seed(4))
+    both = Both(model, PagedCache(make_pool(model)), DynamicCache(config=model.config))
+    both.step(ids((2, 20)))
+    both.step(ids((2, 5)))
+
+
 @pytest.mark.parametrize("kind", STATES)
 def test_nothing_to_page(kind: str) -> None:
     """A pool is made all the same: its caches take no block, and equal prompts are still computed once."""
