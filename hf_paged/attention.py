@@ -29,29 +29,36 @@ def paged_attention(
     `query` is [B, H_q, q_length, D_k]; `key` and `value` are what a PagedCache's `update` returned, and the output is
     [B, q_length, H_q, D_v]. With ordinary keys and values this is sdpa, gradients included.
     """
-    indices = kwargs.pop("indices", None)
-    if indices is not None:  # sparse attention that leaves it to us to look at the chosen keys only
+    # Sparse attention leaves it to us to look at the chosen keys, or blocks of keys, only.
+    indices, block_indices = kwargs.pop("indices", None), kwargs.pop("block_indices", None)
+    if indices is not None:
         attention_mask = _only_chosen(indices, attention_mask, query.shape[2], key.shape[2])
+    if block_indices is not None:
+        attention_mask = _only_chosen_blocks(module, block_indices, attention_mask, query, key.shape[2])
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     if not isinstance(key, LazyKV) or not isinstance(value, LazyKV):
+        if any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "sinks")):
+            return _dense(module, query, key, value, attention_mask, dropout, scaling, causal, kwargs)
         mask = attention_mask.dense() if isinstance(attention_mask, LazyTensor) else attention_mask
         return sdpa_attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
-    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     if key.state.cross:
         seen = None if dropout else cross_attention(query, key, value, attention_mask, scaling, causal, kwargs)
         if seen is not None:
             return seen, None
         return _dense(module, query, key.gathered(), value.gathered(), attention_mask, dropout, scaling, causal, kwargs)
     window = _native_window(query, key, attention_mask, causal, kwargs.get("sliding_window"))
-    if window is None or dropout or kwargs.get("position_bias") is not None or kwargs.get("output_attentions"):
+    dense_only = dropout or any(kwargs.get(name) is not None for name in ("position_bias", "sinks"))
+    if window is None or dense_only or kwargs.get("output_attentions"):
         attention_mask = _without_left_tokens(query, key, attention_mask, causal)
         return _dense(module, query, key.gathered(), value.gathered(), attention_mask, dropout, scaling, causal, kwargs)
 
     key.plan.attended.add(key.layer)
     softcap, sinks = kwargs.get("softcap") or 0.0, kwargs.get("s_aux")
     pool = key.state.pool
-    plan = key.plan.on(query.device, pool.group_of[key.layer])
+    group, chunk = pool.group_of[key.layer], attention_mask.chunk_size if isinstance(attention_mask, LazyMask) else 0
+    plan = key.plan.on_chunks(query.device, group, chunk) if chunk else key.plan.on(query.device, group)
     batch, num_heads, q_length, dim = query.shape
     queries = query.transpose(1, 2).reshape(batch * q_length, num_heads, dim)  # [B * q_length, H_q, D_k]
     queries = queries if queries.stride(-1) == 1 else queries.contiguous()
@@ -86,6 +93,18 @@ def _only_chosen(indices: Tensor, mask: Tensor | None, q_length: int, width: int
     return _hide(mask, ~chosen)
 
 
+def _only_chosen_blocks(
+    module: torch.nn.Module, indices: Tensor, mask: Tensor | None, query: Tensor, width: int
+) -> Tensor:
+    """The mask, additive [B, H_q, q_length, width], with all keys hidden but those in the blocks of keys that `indices`
+    [B, H_index, q_length, k] names for each query. The size of a block is the model's, and so is the code."""
+    mask = _causal_mask(query.shape[2], width, query.device) if mask is None else mask
+    mask = mask.dense() if isinstance(mask, LazyTensor) else mask
+    indexer: Any = module.indexer
+    chosen: Tensor = indexer.build_block_mask(indices, mask, width, query.dtype, query.device, None)
+    return chosen
+
+
 def _causal_mask(q_length: int, width: int, device: torch.device) -> Tensor:
     """Bool [q_length, width], aligned bottom-right."""
     position = torch.arange(width, device=device)
@@ -107,18 +126,23 @@ def _native_window(
         window = mask.window
     else:
         window = None
-    kept = key.state.window_of(key.layer)
-    if window is not None and kept and not 0 < window <= kept:
+    group, block_size = key.state.group_of(key.layer), key.state.pool.block_size
+    if isinstance(mask, LazyMask) and mask.chunk_size:
+        kept = not group.window or (
+            mask.chunk_size == group.window if group.chunked else mask.chunk_size <= group.window
+        )
+        return window if kept and mask.chunk_size % block_size == 0 else None
+    if window is not None and group.window and (group.chunked or not 0 < window <= group.window):
         # The model looks back further than its cache keeps: as in the default cache, what is gone is not seen.
-        if plan.q_length == 1:
-            return kept
-        return window if plan.longest_past < kept else None
+        if plan.q_length == 1 and not group.chunked:
+            return group.window
+        return window if plan.longest_past < group.window else None
     return window
 
 
 def _without_left_tokens(query: Tensor, key: LazyKV, mask: Tensor | None, causal: bool) -> Tensor | None:
     """The mask, with the tokens hidden that had left the window of the layer's cache before this pass."""
-    left = key.plan.left_window(query.device, key.state.window_of(key.layer))
+    left = key.plan.left_window(query.device, key.state.group_of(key.layer))
     if left is None:
         return mask
     q_length, width = query.shape[2], key.shape[2]
@@ -144,12 +168,16 @@ def _dense(
     causal: bool,
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention over gathered keys [B, H_kv, width, D_k] and values, by sdpa, or by hand where sdpa lacks a feature."""
+    """Attention over gathered keys [B, H_kv, width, D_k] and values, by sdpa, or by hand where sdpa lacks a feature.
+
+    Sinks are a logit per head, `s_aux` [H_q], or one per query, `sinks` [B, H_q, q_length, 1]."""
     mask = mask.dense() if isinstance(mask, LazyTensor) else mask
     q_length, width = query.shape[2], key.shape[2]
     if mask is None and causal and q_length > 1:  # sdpa's own flag aligns top-left
         mask = _causal_mask(q_length, width, query.device)
-    softcap, sinks, bias = kwargs.get("softcap"), kwargs.get("s_aux"), kwargs.get("position_bias")
+    softcap, sinks, bias = kwargs.get("softcap"), kwargs.get("sinks"), kwargs.get("position_bias")
+    if kwargs.get("s_aux") is not None:
+        sinks = kwargs["s_aux"].view(1, -1, 1, 1).expand(query.shape[0], -1, q_length, 1)
     if not softcap and sinks is None and bias is None and not kwargs.get("output_attentions"):
         return sdpa_attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=False
@@ -164,7 +192,7 @@ def _dense(
     if mask is not None:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
     if sinks is not None:
-        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+        scores = torch.cat([scores, sinks], -1)
     weights = torch.softmax(scores, -1, dtype=torch.float32)[..., :width].to(query.dtype)
     weights = torch.nn.functional.dropout(weights, dropout, module.training)
     return (weights @ repeat_kv(value, groups)).transpose(1, 2).contiguous(), weights

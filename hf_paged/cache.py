@@ -10,149 +10,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from .blocks import Int64, PoolExhausted
-from .compat import CROP_TO_LENGTH, CROP_ZERO_KEEPS_ALL, LinearAttentionLayer, query_length
-from .kernels import WRITERS
-from .layout import LayerGeometry, OwnLayer
+from .compat import CROP_TO_LENGTH, CROP_ZERO_KEEPS_ALL
+from .layers import PagedBesideLayer, PagedHybridLayer, PagedLayer, make_layer, rows_of
+from .layout import LayerGeometry
 from .lazy import LazyKV
-from .plan import Bool, StepPlan
+from .plan import Bool
 from .pool import PagePool
 from .prefix import Match
-from .state import CacheState, Width
-
-
-class PagedLayer(CacheLayerMixin):
-    """One attention layer of a `PagedCache`. Rows and blocks are the cache's; a layer knows how far it has written."""
-
-    is_sliding = False
-    is_compileable = False
-    is_croppable = True
-
-    def __init__(self, state: CacheState, index: int):
-        # Not super().__init__(): `keys`, `values` and `is_initialized` are properties here.
-        self.state = state
-        self.index = index
-        self.width = 0
-
-    @property
-    def keys(self) -> LazyKV | None:
-        """The keys, `[B, H_kv, width, D_k]`, gathered when read. None when empty."""
-        return self._handles(self.state.view())[0] if self.width else None
-
-    @property
-    def values(self) -> LazyKV | None:
-        """The values, `[B, H_kv, width, D_v]`, gathered when read. None when empty."""
-        return self._handles(self.state.view())[1] if self.width else None
-
-    @property
-    def is_initialized(self) -> bool:
-        return self.width > 0
-
-    @property
-    def batch_size(self) -> int:
-        """Number of rows, -1 before the first forward pass."""
-        return self.state.tables.num_rows or -1
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Check the geometry and allocate this layer's storage ahead of time."""
-        self.state.pool.storage_for(self.index, key_states, value_states)
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store new keys [B, H_kv, n, D_k] and values [B, H_kv, n, D_v] of real tokens, and return handles for all of
-        them, [B, H_kv, width, D]."""
-        if key_states.requires_grad or value_states.requires_grad:
-            raise RuntimeError(
-                "a PagedCache is for inference: these keys require gradients. Call the model under torch.no_grad(), or "
-                "without the cache for a training step"
-            )
-        state = self.state
-        storage = state.pool.storage_for(self.index, key_states, value_states)
-        batch, q_length = key_states.shape[0], key_states.shape[2]
-        plan = state.plan
-        if self.width == state.width:  # the first layer of a forward pass
-            plan = state.begin(batch, q_length)
-        if plan is None or (self.width, batch, q_length) != (plan.start, plan.batch, plan.q_length):
-            raise RuntimeError(
-                f"layer {self.index} holds {self.width} positions and got {q_length} for {batch} rows, out of step with "
-                f"the other layers ({state.width} positions, {state.tables.num_rows} rows). After a forward pass that "
-                "failed half way, start over with cache.reset()"
-            )
-        self.width = plan.width
-        plan.written.add(self.index)
-        on_device = plan.on(key_states.device, state.pool.group_of[self.index])
-        if key_states.stride(-1) != 1 or value_states.stride(-1) != 1:
-            key_states, value_states = key_states.contiguous(), value_states.contiguous()
-        write = WRITERS[storage.kernel]
-        write(storage.keys, storage.values, key_states, value_states, on_device.slots, on_device.source)
-        return self._handles(plan)
-
-    def _handles(self, plan: StepPlan) -> tuple[LazyKV, LazyKV]:
-        storage = self.state.pool.storage(self.index)
-        return LazyKV(self.state, plan, self.index, storage.keys), LazyKV(self.state, plan, self.index, storage.values)
-
-    def get_seq_length(self) -> int:
-        """The padded width that this layer has seen."""
-        return self.width
-
-    def get_max_length(self) -> int:
-        """-1: no maximum but the pool's."""
-        return -1
-
-    get_max_cache_shape = get_max_length  # its name in older releases
-
-    def get_mask_sizes(self, length: Any) -> tuple[int, int]:
-        """Length and offset of the keys in the next forward pass."""
-        return Width(self.width + query_length(length), self.state), 0
-
-    @property
-    def record_past(self) -> bool:
-        """Whether tokens that leave a window are kept until the next `crop`."""
-        return self.state.recording
-
-    @record_past.setter
-    def record_past(self, value: bool) -> None:
-        self.state.recording = value
-
-    def activate_past_recording(self) -> None:
-        """Keep tokens that leave a window until the next `crop`."""
-        self.record_past = True
-
-    def offload(self) -> None:
-        raise RuntimeError("the blocks of a PagedCache are not offloaded: make a pool of fewer blocks instead")
-
-    prefetch = offload
-
-    def _refuse(self, *args: Any) -> None:
-        raise RuntimeError("the layers of a PagedCache share their rows: call this on the cache, not on one layer")
-
-    reset = reorder_cache = crop = batch_repeat_interleave = batch_select_indices = _refuse
-
-    def __repr__(self) -> str:
-        return f"PagedLayer({self.index})"
-
-
-class PagedHybridLayer(LinearAttentionLayer, PagedLayer):
-    """A layer with keys and values, which are paged, and convolution or recurrent states, which are transformers' own."""
-
-    is_compileable = False
-
-    def __init__(self, state: CacheState, index: int, number_of_states: int):
-        PagedLayer.__init__(self, state, index)
-        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
-
-    def forget(self) -> None:
-        """Drop the states."""
-        LinearAttentionLayer.__init__(self, number_of_states=self.number_of_states)
-
-    def copy_states(self, other: PagedHybridLayer) -> None:
-        """Take over a copy of the states of `other`."""
-        for name in vars(LinearAttentionLayer()):
-            setattr(self, name, copy.deepcopy(getattr(other, name)))
-
-    def __repr__(self) -> str:
-        return f"PagedHybridLayer({self.index})"
+from .state import CacheState
 
 
 class PagedCache(Cache):
@@ -176,7 +44,7 @@ class PagedCache(Cache):
         self.salt = salt
         self._cross: PagedCache | None = None
         self._owner: weakref.ref[PagedCache] | None = None  # of a cross-attention half: the self-attention half
-        layers = [_make_layer(state, index, spec) for index, spec in enumerate(state.pool.layers)]
+        layers = [make_layer(state, index, spec) for index, spec in enumerate(state.pool.layers)]
         super().__init__(layers=layers)
         # Bound to the state only: a finalizer that held the cache would keep it alive.
         self._finalizer = weakref.finalize(self, state.pool.manager.abandon, state)
@@ -197,7 +65,7 @@ class PagedCache(Cache):
 
     @property
     def lengths(self) -> list[int]:
-        """Real tokens of every row, pads not counted."""
+        """Real tokens of every row, pads not counted. Empty where no layer is paged."""
         lengths: list[int] = self._state.tables.lengths.tolist()
         return lengths
 
@@ -210,7 +78,13 @@ class PagedCache(Cache):
     @property
     def num_rows(self) -> int:
         """Number of rows, 0 before the first forward pass."""
-        return self._state.tables.num_rows or (self._cross.num_rows if self._cross is not None else 0)
+        rows = self._state.tables.num_rows or next((rows for rows in map(rows_of, self.layers) if rows), 0)
+        return rows or (self._cross.num_rows if self._cross is not None else 0)
+
+    @property
+    def batch_size(self) -> int:
+        """Number of rows, -1 before the first forward pass."""
+        return self.num_rows or -1
 
     @property
     def cross_attention(self) -> PagedCache | None:
@@ -255,14 +129,14 @@ class PagedCache(Cache):
         and copies nothing."""
         if repeats < 1:
             raise ValueError(f"repeats={repeats} must be at least 1")
-        chosen = np.arange(self._state.tables.num_rows) if rows is None else _row_numbers(rows)
+        chosen = np.arange(self.num_rows) if rows is None else _row_numbers(rows)
         chosen = np.repeat(chosen, repeats)
         twin = type(self).__new__(type(self))
-        twin._attach(self._state.fork(chosen), self.salt)
+        twin._attach(self._state.fork(chosen if self._paged else chosen[:0]), self.salt)
         for mine, theirs in zip(self._paged, twin._paged):
             theirs.width = mine.width
         for index, layer in enumerate(self.layers):
-            if isinstance(layer, PagedHybridLayer):
+            if isinstance(layer, (PagedHybridLayer, PagedBesideLayer)):
                 twin.layers[index].copy_states(layer)
             elif not isinstance(layer, PagedLayer):
                 twin.layers[index] = copy.deepcopy(layer)
@@ -305,8 +179,9 @@ class PagedCache(Cache):
             cross.select(chosen)
             if not self._state.tables.num_rows:
                 return  # cropped to nothing, while the encoder's keys stay
-        identity = np.array_equal(chosen, np.arange(self._state.tables.num_rows))
-        self._state.select(chosen)
+        identity = np.array_equal(chosen, np.arange(self.num_rows))
+        if self._paged:
+            self._state.select(chosen)
         for layer in [] if identity else self._stateful:
             layer.reorder_cache(torch.from_numpy(chosen))
 
@@ -364,7 +239,7 @@ class PagedCache(Cache):
         for index, spec in enumerate(self.pool.layers):
             if isinstance(spec, LayerGeometry):
                 self.layers[index].width = 0
-                if spec.states:
+                if isinstance(self.layers[index], (PagedHybridLayer, PagedBesideLayer)):
                     self.layers[index].forget()
             else:
                 self.layers[index] = spec.make()
@@ -406,14 +281,8 @@ class PagedCache(Cache):
         if state.released:
             return "PagedCache(released)"
         own = ", ".join(f"{i}: {layer!r}" for i, layer in enumerate(self.layers) if not isinstance(layer, PagedLayer))
-        size = f"{state.tables.num_rows} rows, width {state.width}, {len(self._paged)} paged layers"
+        size = f"{max(self.batch_size, 0)} rows, width {state.width}, {len(self._paged)} paged layers"
         return f"PagedCache({size}{f', not paged: {own}' if own else ''}, {state.pool!r})"
-
-
-def _make_layer(state: CacheState, index: int, spec: LayerGeometry | OwnLayer) -> Any:
-    if isinstance(spec, OwnLayer):
-        return spec.make()
-    return PagedHybridLayer(state, index, spec.states) if spec.states else PagedLayer(state, index)
 
 
 def _row_numbers(rows: Any) -> Int64:

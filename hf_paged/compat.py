@@ -28,6 +28,11 @@ LinearAttentionLayer: Any = getattr(cache_utils, "LinearAttentionLayer", type("N
 HAS_HYBRID_LAYERS = "number_of_states" in inspect.signature(LinearAttentionLayer.__init__).parameters
 
 
+def only_states(cache: Any) -> bool:
+    """Whether no layer of a cache has keys and values; older releases have no such models that take a `Cache`."""
+    return all(getattr(cache, "is_linear", [False]))
+
+
 def query_length(length_or_positions: Any) -> int:
     """Number of queries, from what a release hands to `get_mask_sizes`: the number, or up to 5.9 their positions."""
     if isinstance(length_or_positions, int):

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 from transformers import EncoderDecoderCache
 
-from .cache import PagedCache, PagedLayer
+from .cache import PagedCache
+from .layers import PagedLayer
 
 
 class _Written(Mapping[int, bool]):

@@ -15,6 +15,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_outputs import BaseModelOutput
 
+from .blocks import Int64
 from .compat import CACHE_NAME, HAS_HYBRID_LAYERS
 from .kernels.backend import SINKS, SOFTCAP
 
@@ -26,21 +27,20 @@ SLIDING_MASKS = ("create_sliding_window_causal_mask", "create_chunked_causal_mas
 HYBRID_LAYERS = ("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer")
 
 
-# Model types that would not give the default cache's tokens. Better refused than wrong.
-_UNKNOWN = "gives other tokens than with the default cache, for a reason not yet known"
-UNSUPPORTED = {
-    "blt": "makes a second cache of its own, which does not follow the rows of this one",
-    "inkling2_loop_text": _UNKNOWN,
-    "inkling2_text": _UNKNOWN,
-    "recurrent_gemma": "keeps its recurrent state in its modules, not in the cache, and starts it anew only without one",
-}
+# Model types with a state in their modules, not in the cache: one row of it per row of the batch, in that order.
+STATE_IN_MODULES = {"recurrent_gemma"}
+
+# Model types whose indexers look at pads as well, mask or not, so that the results at pads decide which keys are seen.
+READS_PADS = {"minimax_m3_vl_text"}
 
 
 class LayerGeometry(NamedTuple):
     """The shape of one layer's keys, `[.., kv_heads, .., key_dim]`, and values.
 
     `states` is the number of convolution or recurrent states that the layer keeps beside them, as transformers does.
-    `window` is the number of tokens that it looks back at most, 0: all; older ones need not be kept.
+    `window` is the number of tokens that it looks back at most, 0: all; older ones need not be kept. Where it is `chunked`,
+    that is the size of a chunk, and it looks back to the beginning of the chunk only. `beside` makes
+    transformers' own layer where that keeps more of every token than keys and values, such as the keys of an indexer.
     """
 
     kv_heads: int
@@ -48,6 +48,8 @@ class LayerGeometry(NamedTuple):
     value_dim: int
     states: int = 0
     window: int = 0
+    beside: OwnLayer | None = None
+    chunked: bool = False
 
 
 class Group(NamedTuple):
@@ -55,6 +57,11 @@ class Group(NamedTuple):
 
     window: int  # tokens that its layers look back; 0: all
     layers: list[int]
+    chunked: bool = False  # whether the window is a chunk: tokens of the chunks before are not seen
+
+    def first_seen(self, lengths: Int64) -> Int64:
+        """The first token that a query behind each of these numbers of tokens may see; below 0: all of them."""
+        return lengths // self.window * self.window if self.chunked else lengths - self.window + 1
 
 
 def groups_of(layers: Sequence[LayerGeometry | OwnLayer]) -> list[Group]:
@@ -62,27 +69,31 @@ def groups_of(layers: Sequence[LayerGeometry | OwnLayer]) -> list[Group]:
 
     A frame is room for one block of one group, whatever its window, so all groups draw on one free list and no memory is
     set apart for one of them (the hybrid allocator of vLLM works so). Where layers differ in shape or there is one window
-    only, all layers form a single group; it slides if they all have that window.
+    only, all layers form a single group, an empty one if none is paged; it slides if they all have that window.
     """
     paged = [(index, layer) for index, layer in enumerate(layers) if isinstance(layer, LayerGeometry)]
-    kinds: dict[int, list[int]] = {}
+    kinds: dict[tuple[int, bool], list[int]] = {}
     for index, layer in paged:
-        kinds.setdefault(layer.window, []).append(index)
-    if len({layer[:3] for _, layer in paged}) > 1 or len(kinds) == 1:
-        return [Group(min(kinds) if len(kinds) == 1 else 0, [index for index, _ in paged])]
+        kinds.setdefault((layer.window, layer.chunked), []).append(index)
+    if len({layer[:3] for _, layer in paged}) > 1 or len(kinds) <= 1:
+        window, chunked = min(kinds) if len(kinds) == 1 else (0, False)
+        return [Group(window, [index for index, _ in paged], chunked)]
     size = min(len(indices) for indices in kinds.values())
     return [
-        Group(window, indices[start : start + size])
-        for window, indices in sorted(kinds.items())
+        Group(window, indices[start : start + size], chunked)
+        for (window, chunked), indices in sorted(kinds.items())
         for start in range(0, len(indices), size)
     ]
 
 
 class OwnLayer(NamedTuple):
-    """A layer that is not paged. Every cache gets transformers' own layer in its place."""
+    """Transformers' own layer, made anew for every cache: in the place of one that is not paged, or beside one that is."""
 
     name: str
     make: Callable[[], Any]
+
+    def __repr__(self) -> str:
+        return self.name
 
 
 def layers_of(model: Any) -> list[LayerGeometry | OwnLayer]:
@@ -90,39 +101,46 @@ def layers_of(model: Any) -> list[LayerGeometry | OwnLayer]:
 
     The kinds come from the config, as transformers itself reads it, and the geometry from one token that runs through the
     model: no config tells it for every architecture (latent attention, heads that differ from layer to layer, layers that
-    share their keys). Where the model cannot be run like that, the config has to do.
-
-    Raises `ValueError` where nothing can be paged, naming what there is, and for the types in `UNSUPPORTED`.
+    share their keys). Where the model cannot be run like that, the config has to do; raises `ValueError` where that names
+    layers whose shape it does not tell.
     """
-    reason = UNSUPPORTED.get(model.config.model_type)
-    if reason:
-        raise ValueError(f"{type(model).__name__} is not supported: it {reason}. Use the default cache")
     try:
         cache = measure(model)
     except Exception as error:
         logger.info("%s does not run on one token (%s): its config must tell the geometry", type(model).__name__, error)
         return list(geometry_of(model.config))
+    types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or []
+    chunked = [index for index, layer_type in enumerate(types) if layer_type == "chunked_attention"]
     fresh = DynamicCache(config=model.config).layers
     layers: list[LayerGeometry | OwnLayer] = []
+    # One mask serves all layers that slide, and one of ours is as wide as the sequence: all of them are paged, or none.
+    own_slide = any(getattr(layer, "is_sliding", False) and not _is_paged(layer) for layer in cache.layers)
     for index, layer in enumerate(cache.layers):
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor) and _is_paged(layer):
+        paged = _is_paged(layer) and not (own_slide and layer.is_sliding)
+        if isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor) and (paged or _grows_beside(layer)):
             states = getattr(layer, "number_of_states", 0)
             window = getattr(layer, "sliding_window", None) or 0
-            layers.append(LayerGeometry(keys.shape[1], keys.shape[3], values.shape[3], states, int(window)))
+            beside = None if paged else _own(layer, fresh[index])
+            shape = keys.shape[1], keys.shape[3], values.shape[3]
+            layers.append(LayerGeometry(*shape, states, int(window), beside, index in chunked))
         else:
-            layers.append(OwnLayer(type(layer).__name__, functools.partial(copy.deepcopy, fresh[index])))
-    if not any(isinstance(layer, LayerGeometry) for layer in layers):
-        names = ", ".join(sorted({layer.name for layer in layers if isinstance(layer, OwnLayer)}))
-        raise ValueError(
-            f"{type(model).__name__} has nothing that hf_paged could page (its layers: {names or 'none'}): use the default "
-            "cache"
-        )
+            layers.append(_own(layer, fresh[index]))
     return layers
+
+
+def _own(layer: Any, fresh: Any) -> OwnLayer:
+    return OwnLayer(type(layer).__name__, functools.partial(copy.deepcopy, fresh))
 
 
 def _is_paged(layer: Any) -> bool:
     return type(layer) in PAGED_LAYERS or (HAS_HYBRID_LAYERS and type(layer).__name__ in HYBRID_LAYERS)
+
+
+def _grows_beside(layer: Any) -> bool:
+    """Whether this is a plain layer of keys and values that keeps something more beside them."""
+    kept = ("update", "lazy_initialization", "get_mask_sizes", "get_seq_length")
+    return isinstance(layer, DynamicLayer) and all(getattr(type(layer), n) is getattr(DynamicLayer, n) for n in kept)
 
 
 @torch.no_grad()

@@ -100,11 +100,11 @@ class LazyKV(LazyTensor):
     def make(self) -> Tensor:
         """See `gathered`. Raises `RuntimeError` where the reader's mask would show it tokens that are gone."""
         pool = self.state.pool
-        window = self.state.window_of(self.layer)
-        if not pool.masks_slide and self.plan.left_window(self.blocks.device, window) is not None:
+        group = self.state.group_of(self.layer)
+        if not pool.masks_slide and self.plan.left_window(self.blocks.device, group) is not None:
             raise RuntimeError(
-                f"layer {self.layer} keeps a window of {window} tokens, but this model's masks show all of them: run it with "
-                'attn_implementation="paged", which hides what is gone'
+                f"layer {self.layer} keeps a window of {group.window} tokens, but this model's masks show all of them: run it "
+                'with attn_implementation="paged", which hides what is gone'
             )
         return self.gathered()
 
@@ -124,9 +124,11 @@ class LazyKV(LazyTensor):
 
 
 class LazyMask(LazyTensor):
-    """The 4-D mask `[B, 1, q_length, width]` that sdpa would get, bool, with the pattern it was made from."""
+    """The 4-D mask `[B, 1, q_length, width]` that sdpa (bool) or eager attention (additive) would get, with the pattern it was
+    made from."""
 
     window: int | None
+    chunk_size: int
     state: CacheState
 
     @staticmethod
@@ -134,13 +136,17 @@ class LazyMask(LazyTensor):
         cls,
         state: CacheState,
         shape: tuple[int, int, int, int],
+        dtype: torch.dtype,
         device: Any,
         window: int | None,
+        chunk_size: int,
         make: Callable[[], Tensor],
     ) -> LazyMask:
-        """`window`: 0 for plain causal, the width of a sliding window in tokens, None for a pattern unknown to us."""
-        self: LazyMask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
-        self.state, self.window, self._make, self._dense = state, window, make, None
+        """`window`: 0 for plain causal, the width of a sliding window in tokens, None for a pattern unknown to us.
+        `chunk_size`: the tokens of a chunk where attention is causal and stays within chunks, else 0."""
+        self: LazyMask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        self.state, self.window, self.chunk_size = state, window, chunk_size
+        self._make, self._dense = make, None
         return self
 
     _make: Callable[[], Tensor]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .blocks import PoolExhausted
+from .compat import CACHE_NAME
 from .layout import LayerGeometry
 from .plan import Bool, PackedRead
 from .pool import PagePool
@@ -42,9 +43,10 @@ def asked_for(model_kwargs: dict[str, Any]) -> set[str]:
 
 
 def keeps_only_blocks(pool: PagePool) -> bool:
-    """Whether no layer keeps a state per row beside its keys and values."""
+    """Whether no layer keeps anything per row beside its keys and values."""
     return not any(
-        layer.states if isinstance(layer, LayerGeometry) else layer.name != "DummyLayer" for layer in pool.layers
+        layer.states or layer.beside if isinstance(layer, LayerGeometry) else layer.name != "DummyLayer"
+        for layer in pool.layers
     )
 
 
@@ -74,7 +76,7 @@ def prefill(model: Any, new_ids: Tensor, pack: Packing, model_kwargs: dict[str, 
     Returns the model's output with logits [B, 1, vocabulary], or None where the model cannot be run so; the cache is as
     before then. Raises `PoolExhausted`.
     """
-    state, width, new = cache._state, cache.get_seq_length(), pack.new
+    state, width, new = cache._state, cache._state.width, pack.new
     q_length = new_ids.shape[1]
     source = torch.from_numpy(np.flatnonzero(new)).to(new_ids.device)  # [T]
     last = torch.from_numpy(np.cumsum(new.sum(1)) - 1).to(new_ids.device)  # [B]
@@ -94,6 +96,8 @@ def prefill(model: Any, new_ids: Tensor, pack: Packing, model_kwargs: dict[str, 
         plan = state.plan
         if plan is None or not plan.written or not plan.written <= plan.attended:
             raise PackedRead("some layer's keys were not read by a kernel")
+        if outputs.get(CACHE_NAME) not in (None, cache):
+            raise PackedRead("the model has put this cache into one of its own")
     except PoolExhausted:
         raise
     except Exception as error:

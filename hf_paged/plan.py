@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from .blocks import Int64
-from .tables import BlockTables
+from .layout import Group
+from .tables import BlockTables, ragged
 
 Bool = np.ndarray  # dtype bool
 
@@ -79,8 +80,9 @@ class StepPlan:
         self._real = real
         self._block_size = groups[0].manager.block_size
         self._on_device: dict[tuple[torch.device, int], DevicePlan] = {}
+        self._in_chunks: dict[tuple[torch.device, int, int], DevicePlan] = {}
         self._dense_index: dict[tuple[torch.device, int], tuple[Tensor, Tensor | None]] = {}
-        self._left_window: dict[tuple[torch.device, int], Tensor] = {}
+        self._left_window: dict[tuple[torch.device, int, bool], Tensor] = {}
         self._single_queries: dict[tuple[torch.device, int, int], tuple[Tensor, Tensor, Tensor]] = {}
         self._once: dict[str, tuple[Any, Any]] = {}
 
@@ -128,6 +130,29 @@ class StepPlan:
             self._once[name] = subject, decide()
         return self._once[name][1]
 
+    def on_chunks(self, device: torch.device, group: int, chunk: int) -> DevicePlan:
+        """The same where attention stays within chunks of `chunk` tokens, a multiple of the block size: the new tokens of a
+        row that lie in one chunk become a row of their own, whose table begins with that chunk."""
+        if (device, group, chunk) not in self._in_chunks:
+            counts = self._lengths - self._past
+            first, last = self._past // chunk, (self._lengths - 1) // chunk
+            rows, index = ragged(np.where(counts > 0, last - first + 1, 0))
+            start = (first[rows] + index) * chunk
+            begin, end = np.maximum(self._past[rows], start), np.minimum(self._lengths[rows], start + chunk)
+            columns = (start // self._block_size)[:, None] + np.arange(chunk // self._block_size)
+            table = self._tables[group][rows[:, None], np.minimum(columns, self._tables[group].shape[1] - 1)]
+            whole = self.on(device, group)
+            self._in_chunks[device, group, chunk] = DevicePlan(
+                whole.slots,
+                whole.source,
+                torch.from_numpy(table).to(device, non_blocking=True),
+                torch.from_numpy((end - start).astype(np.int32)).to(device, non_blocking=True),
+                torch.from_numpy(np.concatenate([[0], np.cumsum(end - begin)]).astype(np.int32)).to(
+                    device, non_blocking=True
+                ),
+            )
+        return self._in_chunks[device, group, chunk]
+
     def dense_index(self, device: torch.device, group: int = 0) -> tuple[Tensor, Tensor | None]:
         """For the dense view: the slot of every padded position, int64 [B * width], and which of the positions hold
         nothing, bool [B, width] (None: there are none): pads, and tokens that left the window. Their slot is 0 and means
@@ -149,15 +174,16 @@ class StepPlan:
             )
         return self._dense_index[device, group]
 
-    def left_window(self, device: torch.device, window: int) -> Tensor | None:
-        """For the dense view: which positions hold tokens that had left a window before this pass, bool [B, width]. None
-        where there are none."""
-        if not window or self.longest_past < window:
+    def left_window(self, device: torch.device, group: Group) -> Tensor | None:
+        """For the dense view: which positions hold tokens that had left the window of a layer group before this pass, bool
+        [B, width]. None where there are none."""
+        if not group.window or self.longest_past < group.window:
             return None
-        if (device, window) not in self._left_window:
-            left = self._token < (self._past - window + 1)[:, None]
-            self._left_window[device, window] = torch.from_numpy(left).to(device)
-        return self._left_window[device, window]
+        key = device, group.window, group.chunked
+        if key not in self._left_window:
+            left = self._token < group.first_seen(self._past)[:, None]
+            self._left_window[key] = torch.from_numpy(left).to(device)
+        return self._left_window[key]
 
     @functools.cached_property
     def _token(self) -> Int64:

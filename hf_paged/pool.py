@@ -16,7 +16,7 @@ from . import kernels
 from .blocks import BlockManager, Int32
 from .kernels.backend import SINKS, SOFTCAP, WINDOW
 from .kernels.choose import choose, substitute
-from .layout import LayerGeometry, OwnLayer, groups_of, layers_of, makes_sliding_masks, needs_of
+from .layout import READS_PADS, LayerGeometry, OwnLayer, groups_of, layers_of, makes_sliding_masks, needs_of
 from .prefix import PrefixIndex
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,8 @@ class PagePool:
     Use `PagePool.for_model`; this constructor is for models whose config does not tell the geometry.
 
     Args:
-        layers: one `LayerGeometry` per layer, or an `OwnLayer` for one that is not paged.
+        layers: one `LayerGeometry` per layer, or an `OwnLayer` for one that is not paged. Where none is, the caches of
+            this pool hold transformers' own layers only, and take no block.
         num_blocks: the size of the pool, `num_blocks * block_size` tokens.
         memory: the size in bytes instead, or as text ("4GiB", "500 MB"). Default: a quarter of the machine's memory, or half
             of what is free on the GPU.
@@ -85,9 +86,9 @@ class PagePool:
         if memory is not None and num_blocks is not None:
             raise ValueError(f"memory={memory!r} and num_blocks={num_blocks} both set the size: give one of them")
         self.layers = list(layers)
+        if not self.layers:
+            raise ValueError("layers is empty: give one LayerGeometry or OwnLayer per layer of the model")
         self.geometry = [layer for layer in self.layers if isinstance(layer, LayerGeometry)]
-        if not self.geometry:
-            raise ValueError("no layer has a LayerGeometry: a pool needs at least one that is paged")
         self.groups = groups_of(self.layers)
         self.group_of = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
         self.dtype = dtype
@@ -98,11 +99,11 @@ class PagePool:
         self._bytes_per_token = bytes_per_token(self._stored(self.kernel), dtype)
         if num_blocks is None:
             budget = default_budget(self.device) if memory is None else parse_bytes(memory)
-            num_blocks = budget // (self._bytes_per_token * block_size)
+            per_block = self._bytes_per_token * block_size
+            num_blocks = budget // per_block if per_block else 1  # nothing is paged: one block for the form
             if num_blocks < 1:
                 raise ValueError(
-                    f"memory={memory!r} holds no block: one block of {block_size} tokens takes "
-                    f"{self._bytes_per_token * block_size} bytes in this model"
+                    f"memory={memory!r} holds no block: one block of {block_size} tokens takes {per_block} bytes in this model"
                 )
         max_blocks = None
         if max_memory is not None:
@@ -110,11 +111,12 @@ class PagePool:
                 raise ValueError(
                     f"max_memory={max_memory!r}: a pool on {self.device} is allocated whole and cannot grow, set memory instead"
                 )
-            max_blocks = parse_bytes(max_memory) // (self._bytes_per_token * block_size)
+            max_blocks = parse_bytes(max_memory) // max(1, self._bytes_per_token * block_size)
         self.manager = BlockManager(num_blocks, block_size, max_blocks)
-        self.prefixes = PrefixIndex(self.manager, [group.window for group in self.groups])
+        self.prefixes = PrefixIndex(self.manager, self.groups)
         self.prefix_caching = prefix_caching
         self.masks_slide = True  # whether masks hide what has left a window; see layout.makes_sliding_masks
+        self.stores_pads = False  # whether pads are stored and computed as in the default cache; see layout.READS_PADS
         self._storage: list[LayerStorage | None] = [None] * len(self.layers)
         self._storage_lock = threading.Lock()
         self._process = os.getpid()
@@ -141,8 +143,7 @@ class PagePool:
 
         Runs the model once, on one token, to learn the shapes of its keys and values.
 
-        Raises `ValueError` when the budget holds no block, when both `memory` and `num_blocks` are given, or when the
-        model has no layer that could be paged; what it has is named.
+        Raises `ValueError` when the budget holds no block, and when both `memory` and `num_blocks` are given.
         """
         pool = cls(
             layers_of(model),
@@ -157,6 +158,7 @@ class PagePool:
             prefix_caching=prefix_caching,
         )
         pool.masks_slide = not any(group.window for group in pool.groups) or makes_sliding_masks(model)
+        pool.stores_pads = model.config.get_text_config(decoder=True).model_type in READS_PADS
         logger.info("%r for %s: kernel=%s, %s", pool, type(model).__name__, pool.kernel, pool.kernel_reason)
         return pool
 
@@ -173,10 +175,6 @@ class PagePool:
     def bytes_per_block(self) -> int:
         """Bytes of keys and values that one block takes in all layers of a group together."""
         return self._bytes_per_token * self.block_size
-
-    def window_of(self, layer: int) -> int:
-        """Tokens that the cache of `layer` keeps, 0: all."""
-        return self.groups[self.group_of[layer]].window
 
     def check_process(self) -> None:
         """Raise `RuntimeError` in a process that was forked from the one that made the pool."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,17 @@ class Node:
         self.children = 0
 
 
+class Retention(Protocol):
+    """What the layers of a group keep of a row."""
+
+    @property
+    def window(self) -> int:
+        """0: all tokens."""
+
+    def first_seen(self, lengths: Int64) -> Int64:
+        """The first token that a query behind each of these numbers of tokens may see."""
+
+
 class Match(NamedTuple):
     """The longest known beginning of a row."""
 
@@ -46,16 +57,15 @@ def digest_of(parent: bytes, tokens: bytes) -> bytes:
 class PrefixIndex:
     """Finds blocks by their tokens, and holds them until somebody needs the space.
 
-    `windows` are those of the layer groups, in tokens, 0: all. A hit needs all blocks of the groups that look back all the
-    way, and those within reach of its end of the others.
+    A hit needs all blocks of the layer groups that look back all the way, and those within reach of its end of the others.
 
     The least recently used block goes first, of those used together the last in its row: a block never goes before what
     can only be found through it. Blocks that live rows hold too never go. All methods take the manager's lock.
     """
 
-    def __init__(self, manager: BlockManager, windows: Sequence[int]):
+    def __init__(self, manager: BlockManager, groups: Sequence[Retention]):
         self.manager = manager
-        self.windows = list(windows)
+        self._groups = list(groups)
         self.hit_tokens = 0
         self.held: NDArray[np.bool_] = np.zeros(manager.max_blocks, np.bool_)
         self._rank: Int64 = np.zeros(manager.max_blocks, np.int64)  # the lowest goes first
@@ -78,7 +88,7 @@ class PrefixIndex:
             parent = self._roots.get(root)
             for block in self._blocks(tokens[: self._blocks_for(limit) * self.manager.block_size]):
                 node = None if parent is None else self._child(parent, block)
-                if node is None or any(f == UNUSED for f, window in zip(node.frames, self.windows) if not window):
+                if node is None or any(f == UNUSED for f, group in zip(node.frames, self._groups) if not group.window):
                     break
                 nodes.append(node)
                 parent = node
@@ -91,7 +101,7 @@ class PrefixIndex:
 
     def fit(self, nodes: list[Node], limit: int) -> int:
         """The largest number of tokens <= `limit` at which every window finds what it looks back to."""
-        run = np.zeros(len(self.windows), np.int64)  # per group, blocks in a row that are there
+        run = np.zeros(len(self._groups), np.int64)  # per group, blocks in a row that are there
         best = 0
         for blocks, node in enumerate(nodes[: self._blocks_for(limit)], 1):
             run = np.where(np.array(node.frames) == UNUSED, 0, run + 1)
@@ -113,8 +123,10 @@ class PrefixIndex:
 
     def _first(self, length: int, group: int) -> int:
         """The first block that a row of `length` tokens keeps in a group: what its next query sees, and its last token."""
-        window = self.windows[group]
-        return max(0, length - max(window - 1, 1)) // self.manager.block_size if window else 0
+        if not self._groups[group].window:
+            return 0
+        first = int(self._groups[group].first_seen(np.array([length]))[0])
+        return max(0, min(first, length - 1)) // self.manager.block_size
 
     def _blocks_for(self, length: int) -> int:
         return -(-length // self.manager.block_size)

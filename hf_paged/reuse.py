@@ -78,6 +78,7 @@ def _depends_on_ids_alone(model: Any, input_ids: Tensor, model_kwargs: dict[str,
         and (mask is None or mask.dim() == 2)
         and asked_for(model_kwargs) <= ALLOWED
         and keeps_only_blocks(state.pool)
+        and not state.pool.stores_pads
         and not _varying_rope(model.config.get_text_config())
     )
 

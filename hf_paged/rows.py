@@ -43,7 +43,7 @@ def equal_rows(input_ids: Tensor, model_kwargs: dict[str, Any], cache: PagedCach
         per_row += [item.movedim(_row_axis(name, item), 0) for item in values if _is_per_row(name, item, batch)]
     keys: list[list[Any]] = [which_row(item) for item in per_row]
     for half in (cache, cache.cross_attention):
-        if half is not None and half.get_seq_length():
+        if half is not None and half.num_rows:
             keys.append(half._state.row_keys())
             if len(keys[-1]) != batch:
                 return None  # the forward pass says so in a sentence

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .blocks import Int64, PoolExhausted
 from .history import History
+from .layout import Group
 from .plan import Bool, StepPlan
 from .pool import PagePool
 from .prefix import Match
@@ -74,9 +75,10 @@ class CacheState:
         """The block tables of the first layer group. Rows and lengths are the same in all of them."""
         return self.groups[0]
 
-    def window_of(self, layer: int) -> int:
-        """Tokens that this cache keeps of `layer`, 0: all."""
-        return 0 if self.cross else self.pool.window_of(layer)
+    def group_of(self, layer: int) -> Group:
+        """The group of a layer. Nothing leaves the window of cross-attention, which has none."""
+        group = self.pool.groups[self.pool.group_of[layer]]
+        return group._replace(window=0) if self.cross else group
 
     # ------------------------------------------------------------------------------------------------ a forward pass
 
@@ -166,11 +168,13 @@ class CacheState:
         """Give back what no query that follows will see: the next one of a row stands at its length."""
         for group, tables in zip(self.pool.groups, self.groups):
             if group.window:
-                tables.slide(tables.lengths - group.window + 1)
+                tables.slide(group.first_seen(tables.lengths))
 
     def _read_mask(self, mask: Tensor | None, batch: int, q_length: int) -> tuple[Bool | None, bool]:
         """Which of the new positions are real, bool [B, q_length] (None: all), and whether plain causality over the
         stored tokens is what the mask asks for."""
+        if self.pool.stores_pads:
+            return None, mask is None or bool(mask.all())
         if mask is None:
             if self.real is not None:
                 self._refuse_pads(np.ones_like(self.real))
@@ -280,7 +284,7 @@ class CacheState:
             real = None if self.real is None else self.real[:, :width]
             lengths = np.full(self.tables.num_rows, width) if real is None else real.sum(1)
             for group, tables in zip(self.pool.groups, self.groups):
-                first = np.maximum(lengths - group.window + 1, 0)
+                first = np.maximum(group.first_seen(lengths), 0) if group.window else 0
                 if (tables.starts * tables.manager.block_size > first).any():
                     raise ValueError(
                         f"cannot go back to {width} positions: the tokens that a window of {group.window} would show there "

@@ -101,11 +101,11 @@ class BlockTables:
                 manager.cow_copies += len(copy_rows)
 
             self._reserve(int(need.max(initial=0)))
-            rows, index = _ragged(grow)
+            rows, index = ragged(grow)
             self.table[rows, have[rows] + index] = frames[len(copy_rows) :]
             self.lengths = new
 
-            rows, index = _ragged(counts)
+            rows, index = ragged(counts)
             position = old[rows] + index
             frame = self.table[rows, position // manager.block_size].astype(np.int64)
             return Append(frame * manager.block_size + position % manager.block_size, copy_from, copy_to)
@@ -230,7 +230,7 @@ class BlockTables:
             self.manager.add_references(frames, -1)
 
 
-def _ragged(counts: Int64) -> tuple[Int64, Int64]:
+def ragged(counts: Int64) -> tuple[Int64, Int64]:
     """For [2, 0, 3]: the row of each item, [0 0 2 2 2], and its index in the row, [0 1 0 1 2]."""
     rows = np.repeat(np.arange(len(counts)), counts)
     index = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)

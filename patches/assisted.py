@@ -22,7 +22,7 @@ from transformers.generation import GenerationMixin
 
 from hf_paged.cache import PagedCache
 
-from .prefill import covers_everything, leave_one_token, paged_in
+from .prefill import cached_positions, covers_everything, leave_one_token, paged_in
 
 TITLE = "assisted decoding from a filled cache"
 
@@ -57,7 +57,7 @@ def apply() -> str | None:
 @contextlib.contextmanager
 def _only_new_tokens(model: Any, input_ids: Tensor, kwargs: dict[str, Any], cache: PagedCache) -> Iterator[None]:
     """Feed the first step what is not cached, where `input_ids` are the whole sequence."""
-    if not cache.get_seq_length():
+    if not cached_positions(cache):
         yield
         return
     generation_config = kwargs["generation_config"]

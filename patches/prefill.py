@@ -20,11 +20,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import EncoderDecoderCache
 from transformers.generation import GenerationMixin
 
 from hf_paged import packing, reuse
 from hf_paged.cache import PagedCache
+from hf_paged.compat import only_states
 from hf_paged.encoder_decoder import PagedEncoderDecoderCache
+from hf_paged.layout import STATE_IN_MODULES
 from hf_paged.rows import CACHE_NAMES, ENCODED, ROW_WISE, chosen_rows, equal_rows, repeat_rows
 from hf_paged.state import Packing
 
@@ -58,6 +61,11 @@ def paged_in(arguments: dict[str, Any]) -> PagedCache | None:
     return cache if isinstance(cache, PagedCache) else None
 
 
+def cached_positions(cache: PagedCache) -> int:
+    """Padded positions that the cache holds; 0 where its layers keep states only, which tell no number."""
+    return 0 if only_states(cache) else cache.get_seq_length()
+
+
 def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(upstream)
     def _prefill(
@@ -69,7 +77,7 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
         leave_one_token(input_ids, generation_config, model_kwargs, cache)
 
         def run(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Any:
-            state, fresh = cache._state, not cache.get_seq_length()
+            state, fresh = cache._state, not cached_positions(cache)
             prompt = reuse.read(self, input_ids, model_kwargs, cache)
             if prompt is not None and fresh:
                 reuse.compute_shared(self, prompt, generation_config, model_kwargs, cache)
@@ -81,7 +89,7 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
                 if outputs is None:
                     if prompt is not None and fresh:
                         reuse.adopt_at_common_width(prompt, cache)
-                    with _chunks_for_windows(input_ids, generation_config, model_kwargs, cache):
+                    with _chunks_for_windows(self, input_ids, generation_config, model_kwargs, cache):
                         outputs = upstream(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
             except BaseException:
                 if fresh:
@@ -90,7 +98,12 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
             state.remember()
             return outputs
 
-        groups = None if self.training else equal_rows(input_ids, model_kwargs, cache)  # dropout tells rows apart
+        if (
+            self.training or self.config.model_type in STATE_IN_MODULES
+        ):  # dropout or a state out of reach tells rows apart
+            groups = None
+        else:
+            groups = equal_rows(input_ids, model_kwargs, cache)
         if groups is None:
             return run(input_ids, model_kwargs)
 
@@ -111,6 +124,11 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
             # Also on failure: rows that were equal before hold the same blocks, so this puts the cache back as it was.
             if cache.num_rows == shared:
                 cache.select(inverse)
+        returned = next((outputs[name] for name in CACHE_NAMES if outputs.get(name) is not None), None)
+        if (
+            isinstance(returned, EncoderDecoderCache) and cache.cross_attention is None
+        ):  # a model has added one of its own
+            returned.cross_attention_cache.reorder_cache(torch.from_numpy(inverse))
         return repeat_rows(outputs, torch.from_numpy(inverse), shared)
 
     return _prefill
@@ -126,7 +144,7 @@ def _run_packed(
 ) -> Any | None:
     """Prefill without pads. None where that is not possible or would save nothing."""
     whole = covers_everything(input_ids, generation_config, model_kwargs)
-    new_ids = input_ids[:, cache.get_seq_length() :] if whole else input_ids
+    new_ids = input_ids[:, cached_positions(cache) :] if whole else input_ids
     if new_ids.dim() != 2:
         return None
     real = packing.packable(model, new_ids, model_kwargs, cache._state)
@@ -140,7 +158,7 @@ def _run_packed(
 
 @contextlib.contextmanager
 def _chunks_for_windows(
-    input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], cache: PagedCache
+    model: Any, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], cache: PagedCache
 ) -> Iterator[None]:
     """Prefill a long prompt in chunks where layers with a window would else keep all of it until the next step. Only where
     nothing but the last logits is asked for."""
@@ -150,7 +168,8 @@ def _chunks_for_windows(
         not window
         or cache.cross_attention is not None  # upstream would cut the encoder's mask
         or generation_config.prefill_chunk_size is not None
-        or input_ids.shape[1] - cache.get_seq_length() < 2 * chunk
+        or model.config.model_type in STATE_IN_MODULES
+        or input_ids.shape[1] - cached_positions(cache) < 2 * chunk
         or not packing.asked_for(model_kwargs) <= ROW_WISE | {"use_cache", "logits_to_keep", *CACHE_NAMES}
     ):
         yield
@@ -172,7 +191,7 @@ def covers_everything(input_ids: Tensor, generation_config: Any, model_kwargs: d
 def leave_one_token(input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], cache: PagedCache) -> None:
     """Where `input_ids` are the whole sequence and all of it is cached, drop the last position: the next token needs one
     position computed. Raises `ValueError` where the cache holds more than the sequence."""
-    cached, given = cache.get_seq_length(), input_ids.shape[1]
+    cached, given = cached_positions(cache), input_ids.shape[1]
     if not covers_everything(input_ids, generation_config, model_kwargs):
         return
     if model_kwargs.get("inputs_embeds") is not None or given == 0:

@@ -107,6 +107,17 @@ EXTRA = dict(
         ffn_config=dict(ffn_hidden_size=32, moe_num_experts=4, moe_top_k=2),
     ),
     deepseek_v2=dict(num_experts_per_tok=2),
+    deepseek_v4=dict(
+        layer_types=["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"] * 2,
+        num_hidden_layers=6,
+        compress_rates={"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+        index_topk=4,
+        head_dim=32,
+        partial_rotary_factor=0.25,
+        o_groups=2,
+        o_lora_rank=16,
+    ),  # fmt: skip
+    doge=dict(keep_window_size=8),
     dory=dict(
         num_hidden_layers=6,
         n_input_layers=2,
@@ -163,9 +174,15 @@ EXTRA = dict(
     jamba=dict(attn_layer_period=2, attn_layer_offset=1, mamba_dt_rank=4),
     kimi_linear=dict(linear_head_dim=16, linear_num_heads=4),
     lfm2_moe=dict(layer_types=["conv", "full_attention"] * 2, num_dense_layers=1),
+    llama4=dict(attention_chunk_size=8),
+    llama4_text=dict(attention_chunk_size=8),
     longcat_flash=dict(head_dim=8, expert_ffn_hidden_size=32, zero_expert_num=2),
     mamba2=dict(num_heads=8, head_dim=16, expand=2, n_groups=1),
+    minimax_m3_vl_text=dict(
+        layer_types=["full_attention", "minimax_m3_sparse"] * 2, index_block_size=4, index_topk_blocks=3
+    ),  # fmt: skip
     ministral=HEAD_DIM,
+    **{"modernbert-decoder": dict(local_attention=WINDOW)},
     nemotron=dict(head_dim=16, num_key_value_heads=2),
     phi4_multimodal=phi4_multimodal,
     prophetnet=dict(
@@ -322,12 +339,17 @@ def build(model_type, encoder_decoder):
 
 def make_inputs(model, encoder_decoder, seed):
     generator = torch.Generator().manual_seed(seed)
-    if encoder_decoder and model.config.model_type == "whisper":
+    model_type = model.config.model_type
+    if encoder_decoder and model_type == "whisper":
         return dict(input_features=torch.randn(ROWS, 8, 48, generator=generator))
     ids = torch.randint(3, VOCAB - 10, (ROWS, WIDTH), generator=generator)
     mask = torch.ones_like(ids)
-    ids[0, :PADS], mask[0, :PADS] = PAD, 0
-    return dict(input_ids=ids, attention_mask=mask)
+    if model_type != "xlm":  # which takes all pads for right padding, and zeroes its last tokens for them
+        ids[0, :PADS], mask[0, :PADS] = PAD, 0
+    inputs = dict(input_ids=ids, attention_mask=mask)
+    if model_type == "git":  # without an image, it widens the masks of its decode steps by an image all the same
+        inputs["pixel_values"] = torch.randn(ROWS, 3, 32, 32, generator=generator)
+    return inputs
 
 
 def condition(model, initial, seed, gain):

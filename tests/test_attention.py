@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import CACHE, make_pool, poison, prompts
-from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, GptOssConfig, LlamaConfig
 from transformers.masking_utils import (
     and_masks,
     causal_mask_function,
@@ -23,7 +23,7 @@ from transformers.masking_utils import (
 from hf_paged import LayerGeometry, PagedCache, PagePool
 from hf_paged.attention import paged_attention
 from hf_paged.lazy import LazyMask
-from hf_paged.masks import window_of
+from hf_paged.masks import chunk_of, window_of
 
 
 def test_registered_at_import() -> None:
@@ -69,6 +69,8 @@ def test_patterns() -> None:
     assert window_of(causal_mask_function) == 0
     assert window_of(sliding_window_causal_mask_function(7)) == 7
     assert window_of(chunked_causal_mask_function(8, torch.zeros(1, dtype=torch.long))) is None
+    assert chunk_of(chunked_causal_mask_function(8, torch.zeros(1, dtype=torch.long))) == 8
+    assert chunk_of(causal_mask_function) == chunk_of(sliding_window_causal_mask_function(7)) == 0
     assert window_of(or_masks(causal_mask_function, causal_mask_function)) is None
     assert window_of(and_masks(causal_mask_function, causal_mask_function)) is None
     assert window_of(and_masks(sliding_window_causal_mask_function(7), causal_mask_function)) is None
@@ -117,7 +119,8 @@ class Layer:
         scores = softcap * torch.tanh(scores / softcap) if softcap else scores
         scores = (scores + bias).masked_fill(~visible, float("-inf"))
         if sinks is not None:
-            scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(2, -1, scores.shape[2], 1)], -1)
+            sinks = sinks if sinks.dim() == 4 else sinks.view(1, -1, 1, 1).expand(2, -1, scores.shape[2], 1)
+            scores = torch.cat([scores, sinks], -1)
         return (scores.softmax(-1)[..., : keys.shape[2]] @ values).transpose(1, 2)
 
 
@@ -197,6 +200,40 @@ def test_features_native_and_dense(pads: bool) -> None:
             mask: Any = layer.mask(mask_2d)
             out, _ = layer.run(mask if native else mask.dense(), **{**kwargs, **bias_kwargs})
             torch.testing.assert_close(out[:, -4:], expected, msg=f"{list(kwargs)} native={native}")
+
+
+@pytest.mark.parametrize("with_mask", [False, True])
+def test_features_dense_only(with_mask: bool) -> None:
+    """One sink per query, as inkling2 computes them, and all features for keys that come from no PagedCache."""
+    sinks, visible = torch.randn(2, 4, 4, 1), causal(4, 7)
+    layer = Layer(3, 4)
+    out, _ = layer.run(layer.mask() if with_mask else None, sinks=sinks)
+    torch.testing.assert_close(out, layer.expected(visible, sinks=sinks))
+    for kwargs, oracle in (
+        (dict(sinks=sinks), dict(sinks=sinks)),
+        (dict(s_aux=sinks[0, :, 0, 0]), dict(sinks=sinks[0, :, 0, 0])),
+        (dict(softcap=1.5), dict(softcap=1.5)),
+    ):
+        mask = visible[None, None] if with_mask else None
+        out, _ = paged_attention(layer.module, layer.query, layer.keys, layer.values, mask, **kwargs)  # type: ignore
+        torch.testing.assert_close(out, layer.expected(visible, **oracle))
+
+
+@pytest.mark.parametrize("pads", [False, True])
+def test_models_that_add_their_masks(pads: bool) -> None:
+    """A model that was never made for sdpa gets an additive mask, of which the pattern is recognised all the same."""
+    layer = Layer(0, 5)
+    layer.config = GptOssConfig(num_attention_heads=4, num_key_value_heads=2)
+    layer.config._attn_implementation = "paged"
+    mask_2d = torch.ones(2, 5).bool()
+    mask_2d[1, :2] = not pads
+    mask = layer.mask(mask_2d)
+    assert (mask.dtype, mask.window, mask._dense) == (torch.float32, 0, None)
+    layer.config._attn_implementation = "eager"
+    assert torch.equal(mask + 0, layer.mask(mask_2d))
+    layer.cache = DynamicCache()  # type: ignore[assignment]
+    layer.config._attn_implementation = "paged"
+    assert torch.equal(layer.mask(mask_2d), mask.dense())
 
 
 @pytest.mark.parametrize("with_mask", [False, True])

@@ -9,6 +9,7 @@ import pytest
 
 from hf_paged import prefix
 from hf_paged.blocks import UNUSED, BlockManager, PoolExhausted
+from hf_paged.layout import Group
 from hf_paged.prefix import PrefixIndex
 from hf_paged.tables import BlockTables
 
@@ -25,10 +26,11 @@ class Pool:
 
     def __init__(self, num_blocks: int = 12, block_size: int = 4, windows: tuple[int, ...] = (0,)) -> None:
         self.manager = BlockManager(num_blocks, block_size)
-        self.index = PrefixIndex(self.manager, windows)
+        self.windows = windows
+        self.index = PrefixIndex(self.manager, [Group(window, []) for window in windows])
 
     def tables(self, rows: int = 1) -> list[BlockTables]:
-        groups = [BlockTables(self.manager) for _ in self.index.windows]
+        groups = [BlockTables(self.manager) for _ in self.windows]
         for group in groups:
             group.add_rows(rows)
         return groups
@@ -36,7 +38,7 @@ class Pool:
     def write(self, ids: Any, root: bytes = ROOT, keep: bool = False) -> list[BlockTables]:
         """One row of these tokens, remembered, and freed unless it is to be kept."""
         groups = self.tables()
-        for group, window in zip(groups, self.index.windows):
+        for group, window in zip(groups, self.windows):
             group.append([len(ids)])
             if window:
                 group.slide([len(ids) - window + 1])
@@ -181,7 +183,7 @@ def test_windows_alone_keep_the_chain_of_what_has_left_them() -> None:
 
 def test_growth_comes_after_eviction_and_stops_at_its_budget() -> None:
     manager = BlockManager(4, 4, max_blocks=9)
-    index = PrefixIndex(manager, [0])
+    index = PrefixIndex(manager, [Group(0, [])])
     rows = BlockTables(manager)
     rows.add_rows(1)
     rows.append([8])
