@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 from transformers.generation import GenerationMixin
 
 from hf_paged import packing
@@ -32,6 +33,9 @@ MIN_CHUNK = 256  # tokens; a smaller chunk would cost the rest of the model more
 # Arguments that are known to act on each row alone, and to be [B, ...] or the same for all rows. With any other one
 # present, rows of equal tokens may still differ, and nothing is shared.
 ROW_WISE = {"attention_mask", "position_ids", "token_type_ids"}
+# Modules that draw random numbers in training, and words in the names of the numbers, > 0, that make others do so.
+DROPOUT = torch.nn.modules.dropout._DropoutNd
+RANDOM = ("drop", "jitter", "noise")
 SAME_FOR_ALL = {"use_cache", "logits_to_keep", "output_attentions", "output_hidden_states", "return_dict"}
 
 
@@ -75,7 +79,7 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
                     outputs = upstream(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
             return outputs
 
-        groups = None if self.training else equal_rows(input_ids, model_kwargs, cache)  # dropout tells rows apart
+        groups = None if draws_at_random(self) else equal_rows(input_ids, model_kwargs, cache)
         if groups is None:
             return run(input_ids, model_kwargs)
 
@@ -158,6 +162,24 @@ def leave_one_token(input_ids: Tensor, generation_config: Any, model_kwargs: dic
             f"input_ids has {given} positions, but the cache holds {cached} already: pass the ids of the whole sequence, or "
             f"new ids with attention_mask for everything ([batch, {cached} + new]), or start over with cache.reset()"
         )
+
+
+def draws_at_random(model: Any) -> bool:
+    """Whether rows of equal content may come out different, since dropout or the like is in force. Reinforcement learning
+    generates in training mode, mostly without any."""
+    training = [module for module in model.modules() if module.training]
+    if any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in training):
+        return True
+    named = [vars(module) for module in training]
+    named += [
+        vars(module.config) for module in training if isinstance(getattr(module, "config", None), PreTrainedConfig)
+    ]
+    return any(isinstance(module, DROPOUT) and module.p > 0 for module in training) or any(
+        isinstance(value, (int, float)) and value > 0
+        for values in named
+        for name, value in values.items()
+        if any(word in name for word in RANDOM)
+    )
 
 
 def equal_rows(input_ids: Tensor, model_kwargs: dict[str, Any], cache: PagedCache) -> tuple[Any, Any] | None:
