@@ -8,13 +8,24 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from .attention import paged_attention
 from .blocks import IntegrityError, PoolExhausted
 from .cache import PagedCache
+from .enable import Enabled, enable
 from .layout import LayerGeometry, OwnLayer
 from .masks import paged_mask
 from .patches import apply as _apply_patches
 from .pool import PagePool, PoolStats
 
 __version__ = "0.1.0"
-__all__ = ["IntegrityError", "LayerGeometry", "OwnLayer", "PagePool", "PagedCache", "PoolExhausted", "PoolStats"]
+__all__ = [
+    "Enabled",
+    "IntegrityError",
+    "LayerGeometry",
+    "OwnLayer",
+    "PagePool",
+    "PagedCache",
+    "PoolExhausted",
+    "PoolStats",
+    "enable",
+]
 
 AttentionInterface.register("paged", paged_attention)
 AttentionMaskInterface.register("paged", paged_mask)

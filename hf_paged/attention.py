@@ -36,6 +36,9 @@ def paged_attention(
         return sdpa_attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
+    autocast = torch.is_autocast_enabled(query.device.type)
+    if autocast:
+        query = query.to(key.dtype)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     window = _native_window(query, key, attention_mask, causal, kwargs.get("sliding_window"))
     if window is None or dropout or kwargs.get("position_bias") is not None or kwargs.get("output_attentions"):
@@ -61,6 +64,8 @@ def paged_attention(
         kwargs.get("softcap") or 0.0,
         None if sinks is None else sinks.float().contiguous(),
     )  # [T, H_q, D_v]
+    if autocast:
+        out = out.to(torch.get_autocast_dtype(query.device.type))  # as sdpa's would be
     if plan.source is not None:
         padded = out.new_zeros((batch * q_length, *out.shape[1:]))
         padded[plan.source] = out
