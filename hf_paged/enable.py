@@ -13,6 +13,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.generation import GenerationMixin, GenerationMode
 
 from .cache import PagedCache
+from .compat import ASSISTANT_CACHES, CACHE_NAME
 from .patches import generate as generate_patch
 from .patches.prefill import CACHE_NAMES
 from .pool import PagePool
@@ -122,18 +123,25 @@ class _Call:
     def exchange(self, config: Any, model_kwargs: dict[str, Any], mode: Any) -> None:
         """Put paged caches in the place of those that `generate` has made in `model_kwargs`, under a generation config."""
         assisted = mode == GenerationMode.ASSISTED_GENERATION or config.is_assistant
-        for name in CACHE_NAMES:
-            made = model_kwargs.get(name)
-            if type(made) is DynamicCache:
-                cache = self._new_cache(config)
-                if config.is_assistant:  # whose forward passes are undone by more than one
-                    for layer in cache.layers:
-                        getattr(layer, "activate_past_recording", lambda: None)()
-                model_kwargs[name] = cache
-            elif isinstance(made, EncoderDecoderCache) and not assisted:  # such a cache is cropped only if not paged
-                halves = made.self_attention_cache, made.cross_attention_cache
-                if all(type(half) is DynamicCache for half in halves):
-                    model_kwargs[name] = EncoderDecoderCache(*(self._new_cache(config) for _ in halves))
+        name = next((name for name in CACHE_NAMES if model_kwargs.get(name) is not None), CACHE_NAME)
+        made = model_kwargs.get(name)
+        if made is None:  # no cache is wanted, or it is left to the model to make it, as up to 5.9
+            wanted = getattr(self.model.config, "use_cache", True) if config.use_cache is None else config.use_cache
+            pair = wanted and self.model.config.is_encoder_decoder
+            plain = wanted and not pair
+        else:
+            halves = (
+                (made.self_attention_cache, made.cross_attention_cache) if isinstance(made, EncoderDecoderCache) else ()
+            )
+            pair = bool(halves) and all(type(half) is DynamicCache for half in halves)
+            plain = type(made) is DynamicCache
+        if pair and not assisted:  # such a cache is cropped only if it is not paged
+            model_kwargs[name] = EncoderDecoderCache(self._new_cache(config), self._new_cache(config))
+        elif plain:
+            model_kwargs[name] = cache = self._new_cache(config)
+            if config.is_assistant:  # whose forward passes are undone by more than one
+                for layer in cache.layers:
+                    getattr(layer, "activate_past_recording", lambda: None)()
 
     def _new_cache(self, config: Any) -> PagedCache:
         cache = PagedCache(self.handle._pool_for(self.model))
@@ -197,7 +205,8 @@ def _preparing(model: Any, config: Any, model_kwargs: dict[str, Any], mode: Any)
     if call is None or call.model is not model or call.preparing:  # a class and its base class may both be patched
         yield
         return
-    free = _cache_in(model_kwargs) is None and config.cache_implementation is None
+    unasked = ASSISTANT_CACHES if config.is_assistant else (None,)
+    free = _cache_in(model_kwargs) is None and config.cache_implementation in unasked
     call.preparing = True
     try:
         yield
