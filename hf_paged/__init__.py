@@ -8,6 +8,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from .attention import paged_attention
 from .blocks import IntegrityError, PoolExhausted
 from .cache import PagedCache
+from .enable import Enabled, enable
 from .encoder_decoder import PagedEncoderDecoderCache
 from .layout import LayerGeometry, OwnLayer
 from .masks import paged_mask
@@ -16,6 +17,7 @@ from .pool import PagePool, PoolStats
 
 __version__ = "0.1.0"
 __all__ = [
+    "Enabled",
     "IntegrityError",
     "LayerGeometry",
     "OwnLayer",
@@ -24,6 +26,7 @@ __all__ = [
     "PagedEncoderDecoderCache",
     "PoolExhausted",
     "PoolStats",
+    "enable",
 ]
 
 AttentionInterface.register("paged", paged_attention)

@@ -43,6 +43,9 @@ def paged_attention(
         return sdpa_attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
+    autocast = torch.is_autocast_enabled(query.device.type)
+    if autocast:
+        query = query.to(key.dtype)
     if key.state.cross:
         seen = None if dropout else cross_attention(query, key, value, attention_mask, scaling, causal, kwargs)
         if seen is not None:
@@ -76,6 +79,8 @@ def paged_attention(
         key.plan.max_seqlen_q,
         key.plan.max_seqlen_k,
     )  # [T, H_q, D_v]
+    if autocast:
+        out = out.to(torch.get_autocast_dtype(query.device.type))  # as sdpa's would be
     if plan.source is not None:
         padded = out.new_zeros((batch * q_length, *out.shape[1:]))
         padded[plan.source] = out

@@ -16,6 +16,10 @@ RELEASE = Version(transformers.__version__).release[:2]
 # releases, `past_key_values` in older ones, and a deprecated alias for a while between.
 CACHE_NAME = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 
+# What assisted decoding asks for on its assistant's behalf, as `cache_implementation`; a name for it up to 5.10.
+ASSISTANT_CACHES = (None, "dynamic_full")
+
+# Up to 5.17, `crop(n)` with n >= 0 means "keep n positions"; since then only "remove -n" is left, and 0 removes nothing.
 # What `crop(0)` keeps: nothing up to about 5.10, where the argument is a length, and everything in later releases.
 CROP_ZERO_KEEPS_ALL = "tokens_to_remove" in inspect.signature(cache_utils.DynamicLayer.crop).parameters
 

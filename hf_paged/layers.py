@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
@@ -61,6 +62,8 @@ class PagedLayer(CacheLayerMixin):
                 "without the cache for a training step"
             )
         state = self.state
+        if torch.is_autocast_enabled(key_states.device.type):  # RoPE leaves float32 keys; attention would cast them
+            key_states, value_states = key_states.to(state.pool.dtype), value_states.to(state.pool.dtype)
         storage = state.pool.storage_for(self.index, key_states, value_states)
         batch, q_length = key_states.shape[0], key_states.shape[2]
         plan = state.plan

@@ -19,6 +19,7 @@ from .history import History
 from .packing import ALLOWED, asked_for, keeps_only_blocks
 from .plan import Bool
 from .prefix import Match, digest_of
+from .rows import draws_at_random
 from .state import CacheState, Packing
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def read(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any], cache: Pag
 def _depends_on_ids_alone(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any], state: CacheState) -> bool:
     mask = model_kwargs.get("attention_mask")
     return (
-        not model.training  # dropout
+        not draws_at_random(model)
         and not model.config.is_encoder_decoder
         and model.config._attn_implementation == "paged"
         and input_ids.dim() == 2

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from . import packing
 from .blocks import Int64
@@ -18,7 +19,28 @@ CACHE_NAMES = ("cache", "past_key_values")
 # present, rows of equal tokens may still differ, and nothing is shared.
 ROW_WISE = {"attention_mask", "position_ids", "token_type_ids", "decoder_attention_mask", "decoder_position_ids"}
 ENCODED = "encoder_outputs"  # an output of the encoder, whose tensors are row-wise
+# Modules that draw random numbers in training, and words in the names of the numbers, > 0, that make others do so.
+DROPOUT = torch.nn.modules.dropout._DropoutNd
+RANDOM = ("drop", "jitter", "noise")
 SAME_FOR_ALL = {"use_cache", "logits_to_keep", "output_attentions", "output_hidden_states", "return_dict"}
+
+
+def draws_at_random(model: Any) -> bool:
+    """Whether rows of equal content may come out different, since dropout or the like is in force. Reinforcement learning
+    generates in training mode, mostly without any."""
+    training = [module for module in model.modules() if module.training]
+    if any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in training):
+        return True
+    named = [vars(module) for module in training]
+    named += [
+        vars(module.config) for module in training if isinstance(getattr(module, "config", None), PreTrainedConfig)
+    ]
+    return any(isinstance(module, DROPOUT) and module.p > 0 for module in training) or any(
+        isinstance(value, (int, float)) and value > 0
+        for values in named
+        for name, value in values.items()
+        if any(word in name for word in RANDOM)
+    )
 
 
 def equal_rows(input_ids: Tensor, model_kwargs: dict[str, Any], cache: PagedCache) -> tuple[Int64, Int64] | None:

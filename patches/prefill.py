@@ -28,7 +28,7 @@ from hf_paged.cache import PagedCache
 from hf_paged.compat import only_states
 from hf_paged.encoder_decoder import PagedEncoderDecoderCache
 from hf_paged.layout import STATE_IN_MODULES
-from hf_paged.rows import CACHE_NAMES, ENCODED, ROW_WISE, chosen_rows, equal_rows, repeat_rows
+from hf_paged.rows import CACHE_NAMES, ENCODED, ROW_WISE, chosen_rows, draws_at_random, equal_rows, repeat_rows
 from hf_paged.state import Packing
 
 TITLE = "sharing of equal prompts"
@@ -98,12 +98,8 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
             state.remember()
             return outputs
 
-        if (
-            self.training or self.config.model_type in STATE_IN_MODULES
-        ):  # dropout or a state out of reach tells rows apart
-            groups = None
-        else:
-            groups = equal_rows(input_ids, model_kwargs, cache)
+        random = draws_at_random(self) or self.config.model_type in STATE_IN_MODULES  # or in a state out of reach
+        groups = None if random else equal_rows(input_ids, model_kwargs, cache)
         if groups is None:
             return run(input_ids, model_kwargs)
 

@@ -90,13 +90,31 @@ def test_inputs_embeds_take_the_ordinary_way(llama: Any) -> None:
     )
 
 
-def test_training_mode_is_not_shared(llama: Any) -> None:
-    """Dropout may tell equal rows apart."""
+@pytest.mark.parametrize("source", ["none", "config", "attribute", "module", "batch norm"])
+def test_training_mode_is_shared_without_dropout(source: str, llama: Any) -> None:
+    """Reinforcement learning generates in training mode. Dropout, or statistics of the batch, tell equal rows apart."""
     pool, inputs = make_pool(llama), {name: value.repeat(3, 1) for name, value in prompts([9]).items()}
-    llama.train()
-    with kernel_calls(pool) as calls:
-        paged(llama, inputs, pool, max_new_tokens=2)
-    assert calls[0][0] == 3
+    attention, layer = llama.model.layers[1].self_attn, llama.model.layers[2]
+    add = {
+        "none": lambda: None,
+        "config": lambda: setattr(llama.config, "resid_pdrop", 0.1),
+        "attribute": lambda: setattr(attention, "attention_dropout", 0.1),
+        "module": lambda: layer.add_module("extra", torch.nn.Dropout(0.1)),
+        "batch norm": lambda: layer.add_module("extra", torch.nn.BatchNorm1d(4)),
+    }
+    add[source]()
+    try:
+        for training in (True, False):
+            llama.train(training)
+            with kernel_calls(pool) as calls:
+                paged(llama, inputs, pool, max_new_tokens=2)
+            assert calls[0][0] == (3 if training and source != "none" else 1)
+    finally:
+        attention.attention_dropout = 0.0
+        layer.extra = None
+        del layer.extra
+        if source == "config":
+            del llama.config.resid_pdrop
 
 
 def test_logits_of_every_position_have_the_callers_shape(llama: Any) -> None:
