@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 MIN_SAVED = 64  # tokens; below, a forward pass of its own for what rows share costs more than it saves
 # Keys rotated by these depend on how long the sequence was when they were computed.
 VARYING_ROPE = {"dynamic", "longrope"}
+# Model types that compute a token fed alone otherwise than among others: what they generate is no prefix of a prompt.
+TELLS_STEPS_APART = {"moshi"}
 _PLACEHOLDER = re.compile(r"(image|video|audio|vision|speech|sound).*token_(id|index)$")
 
 
@@ -74,6 +76,7 @@ def _depends_on_ids_alone(model: Any, input_ids: Tensor, model_kwargs: dict[str,
     return (
         not draws_at_random(model)
         and not model.config.is_encoder_decoder
+        and model.config.model_type not in TELLS_STEPS_APART
         and model.config._attn_implementation == "paged"
         and input_ids.dim() == 2
         and (mask is None or mask.dim() == 2)

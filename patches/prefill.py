@@ -55,10 +55,15 @@ def apply() -> str | None:
 def paged_in(arguments: dict[str, Any]) -> PagedCache | None:
     """The `PagedCache` among the arguments of a call; of an encoder-decoder model, the self-attention half. None if there
     is none."""
-    cache = next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
+    cache = _cache_in(arguments)
     if isinstance(cache, PagedEncoderDecoderCache):
         cache = cache.self_attention_cache
     return cache if isinstance(cache, PagedCache) else None
+
+
+def _cache_in(named: Any) -> Any:
+    """The cache among arguments or outputs, None if there is none."""
+    return next((named[name] for name in CACHE_NAMES if named.get(name) is not None), None)
 
 
 def cached_positions(cache: PagedCache) -> int:
@@ -95,6 +100,8 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
                 if fresh:
                     cache.rewind(0)
                 raise
+            if _cache_in(outputs) is not _cache_in(model_kwargs):  # the model keeps more than this cache holds
+                state.history = None
             state.remember()
             return outputs
 
@@ -120,7 +127,7 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
             # Also on failure: rows that were equal before hold the same blocks, so this puts the cache back as it was.
             if cache.num_rows == shared:
                 cache.select(inverse)
-        returned = next((outputs[name] for name in CACHE_NAMES if outputs.get(name) is not None), None)
+        returned = _cache_in(outputs)
         if (
             isinstance(returned, EncoderDecoderCache) and cache.cross_attention is None
         ):  # a model has added one of its own

@@ -67,7 +67,8 @@ WAV2VEC2: dict[str, Any] = dict(
 )  # fmt: skip
 SLIDING_FULL = ["sliding_attention", "full_attention"] * 2
 GEMMA: dict[str, Any] = dict(
-    PART, num_key_value_heads=2, head_dim=16, sliding_window=WINDOW, num_hidden_layers=4, layer_types=SLIDING_FULL
+    PART, num_key_value_heads=2, head_dim=16, sliding_window=WINDOW, num_hidden_layers=4, layer_types=SLIDING_FULL,
+    tie_word_embeddings=False,  # tied to a head without training, a token only ever repeats itself
 )  # fmt: skip
 SIGLIP: dict[str, Any] = dict(
     model_type="siglip_vision_model", hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
@@ -126,7 +127,9 @@ EXTRA: dict[str, dict[str, Any] | Callable[[], dict[str, Any]]] = {
         decoder=dict(BERT, num_hidden_layers=4, is_decoder=True, add_cross_attention=True),
         **TOKENS,
     ),
-    "t5gemma": lambda: dict(encoder=dict(GEMMA), decoder=dict(GEMMA), vocab_size=VOCAB, **TOKENS),
+    "t5gemma": lambda: dict(
+        encoder=dict(GEMMA), decoder=dict(GEMMA), vocab_size=VOCAB, tie_word_embeddings=False, **TOKENS
+    ),
     "t5gemma2": lambda: dict(
         encoder=dict(
             text_config=dict(GEMMA),
@@ -136,6 +139,7 @@ EXTRA: dict[str, dict[str, Any] | Callable[[], dict[str, Any]]] = {
             eoi_token_index=157,
         ),
         decoder=dict(GEMMA),
+        tie_word_embeddings=False,
         image_token_index=155,
         eoi_token_index=157,
         **TOKENS,

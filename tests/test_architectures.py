@@ -85,17 +85,36 @@ def run(model_type: str, seed: int, gain: float) -> Row:
             with hf_paged.PagedCache(pool) as cache:
                 got = generate(model, inputs, cache, **flags)
                 pool.check_integrity()
-            assert torch.equal(want[mode].sequences, got.sequences), f"{model_type}, {mode}:\n{want[mode]}\n{got}"
+            assert torch.equal(want[mode].sequences, got.sequences), (
+                f"{model_type}, {mode}:\n{want[mode].sequences}\n{got.sequences}"
+            )
             for step, (a, b) in enumerate(zip(want[mode].logits, got.logits)):
                 if mode == "greedy":  # tokens may agree by luck
                     assert (a - b).abs().max() < 1e-3 * a.abs().max(), f"{model_type}: other logits in step {step}"
             assert pool.stats().used == 0
+        if not model_type.startswith(PREFIX):
+            next_turn(model, inputs, want["greedy"].sequences, pool, implementation)
         if not own:
             model.set_attn_implementation(implementation)
     paged = {index for index, layer in enumerate(pool.layers) if isinstance(layer, hf_paged.LayerGeometry)}
     assert spy.kernel | spy.dense == paged, f"{model_type}: layers {paged - spy.kernel - spy.dense} were never read"
     others = Counter(layer.name for layer in pool.layers if isinstance(layer, hf_paged.OwnLayer))
     return Row(len(spy.kernel - spy.dense), len(spy.dense), dict(others))
+
+
+def next_turn(
+    model: Any, inputs: dict[str, torch.Tensor], answer: torch.Tensor, pool: Any, implementation: str
+) -> None:
+    """What was generated, and the question again: a prompt that the pool knows for the most part."""
+    turn = dict(inputs, input_ids=torch.cat([answer, answer[:, -7:-2]], 1))
+    new = turn["input_ids"].shape[1] - inputs["input_ids"].shape[1]
+    turn["attention_mask"] = torch.cat(
+        [inputs["attention_mask"], inputs["attention_mask"].new_ones(len(answer), new)], 1
+    )
+    with hf_paged.PagedCache(pool) as cache:
+        got = generate(model, turn, cache).sequences
+    model.set_attn_implementation(implementation)
+    assert torch.equal(generate(model, turn).sequences, got), f"{pool.stats().prefix_hit_tokens} tokens were known"
 
 
 class Spy:

@@ -22,7 +22,6 @@ from transformers import (
     BartConfig,
     BartForConditionalGeneration,
     DynamicCache,
-    EncoderDecoderCache,
     GenerationConfig,
     LlamaForCausalLM,
     LlavaConfig,
@@ -35,7 +34,7 @@ from transformers import (
 from transformers.generation import GenerationMixin
 
 import hf_paged
-from hf_paged import PagedCache
+from hf_paged import PagedCache, PagedEncoderDecoderCache
 
 pytestmark = pytest.mark.filterwarnings("error")
 MODES: dict[str, dict[str, Any]] = {

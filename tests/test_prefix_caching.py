@@ -162,6 +162,34 @@ def test_changed_weights_find_nothing_stale(change: Callable[[Any], None]) -> No
     assert torch.equal(fresh, paged(model, turn, pool, **GREEDY)) and cached == 38
 
 
+class Adapted(torch.nn.Module):
+    """A linear layer with two adapters, as PEFT's are: the same parameters whichever is active."""
+
+    def __init__(self, base: torch.nn.Module):
+        super().__init__()
+        self.base, self._active_adapter, self._disable_adapters = base, ["first"], False
+        self.scaling = {"first": 1.5, "second": 0.5}
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.base(x) if self._disable_adapters else self.base(x) * self.scaling[self._active_adapter[0]]
+
+
+def test_switched_adapters_find_nothing_stale() -> None:
+    model = build("llama")
+    attention = model.model.layers[0].self_attn
+    attention.k_proj = adapted = Adapted(attention.k_proj)
+    pool, inputs = make_pool(model), whole(random_ids(1, 30))
+    for state in (dict(_active_adapter=["second"]), dict(_disable_adapters=True), dict(_active_adapter=["first"])):
+        for name, value in state.items():
+            setattr(adapted, name, value)
+        assert torch.equal(default(model, inputs, **GREEDY), paged(model, inputs, pool, **GREEDY))
+        assert pool.stats().prefix_hit_tokens == 0
+    adapted._disable_adapters = False
+    adapted._active_adapter = ["second"]
+    assert torch.equal(default(model, inputs, **GREEDY), paged(model, inputs, pool, **GREEDY))
+    assert pool.stats().prefix_hit_tokens == 28  # what was switched back to is still there
+
+
 def test_another_salt_or_model_finds_nothing(llama: Any) -> None:
     pool, inputs = make_pool(llama), whole(random_ids(1, 30))
     for salt in ("tenant 1", "tenant 2", ""):
