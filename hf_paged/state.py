@@ -119,8 +119,8 @@ class CacheState:
         self._settle()
         with self.pool.manager.lock:
             if not self.recording:
-                if q_length > 1:
-                    self.remember()
+                if q_length > 1 and any(group.window for group in self.pool.groups):
+                    self.remember()  # a chunk of a prompt, before what leaves a window is given back
                 self._slide()
             appends = self._append(rows, np.full(rows, q_length) if new is None else new.sum(1))
             for append in appends:
