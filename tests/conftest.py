@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,3 +48,11 @@ def smollm2() -> tuple[Any, Any]:
 
     model, tokenizer = load(dtype=torch.float32, attn_implementation="paged")
     return model, tokenizer
+
+
+@pytest.fixture
+def no_gc() -> Iterator[None]:
+    """Blocks must come back by themselves, not when the garbage collector happens to run."""
+    gc.disable()
+    yield
+    gc.enable()
