@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .blocks import PoolExhausted
 from .layout import LayerGeometry
 from .plan import Bool, PackedRead
 from .pool import PagePool
@@ -89,7 +88,8 @@ def prefill(model: Any, new_ids: Tensor, pack: Packing, model_kwargs: dict[str, 
         plan = state.plan
         if plan is None or not plan.written or not plan.written <= plan.attended:
             raise PackedRead("some layer's keys were not read by a kernel")
-    except PoolExhausted:
+    except (MemoryError, torch.OutOfMemoryError):  # says nothing about the model
+        cache.rewind(width)
         raise
     except Exception as error:
         _padded_only.add(type(model))
