@@ -70,6 +70,13 @@ def test_full_blocks_are_found_as_far_as_tokens_agree() -> None:
     assert pool.hit(tokens((0, 30)), root=b"another model") == 0
 
 
+def test_equal_blocks_after_different_ones_are_found_each() -> None:
+    pool = Pool()
+    for start in (0, 10):
+        pool.write(tokens((start, 4), (50, 4)))
+    assert [pool.hit(tokens((start, 4), (50, 8))) for start in (0, 10)] == [8, 8]
+
+
 @pytest.mark.parametrize(("length", "found"), [(8, 7), (9, 8), (5, 4), (4, 3), (1, 0)])
 def test_one_token_is_always_left_to_compute(length: int, found: int) -> None:
     pool = Pool()
