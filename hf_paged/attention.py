@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
+from .compat import autocast_dtype
 from .cross import cross_attention
 from .kernels import KERNELS
 from .lazy import LazyKV, LazyMask, LazyTensor
@@ -43,7 +44,7 @@ def paged_attention(
         return sdpa_attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
-    autocast = torch.is_autocast_enabled(query.device.type)
+    autocast = autocast_dtype(query.device)
     if autocast:
         query = query.to(key.dtype)
     if key.state.cross:
@@ -80,7 +81,7 @@ def paged_attention(
         key.plan.max_seqlen_k,
     )  # [T, H_q, D_v]
     if autocast:
-        out = out.to(torch.get_autocast_dtype(query.device.type))  # as sdpa's would be
+        out = out.to(autocast)  # as sdpa's would be
     if plan.source is not None:
         padded = out.new_zeros((batch * q_length, *out.shape[1:]))
         padded[plan.source] = out

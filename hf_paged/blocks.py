@@ -172,6 +172,16 @@ class BlockManager:
             self._free[self.num_free : self.num_free + len(freed)] = freed[::-1]
             self.num_free += len(freed)
 
+    def exchange(self, given: Int32, taken: Int32) -> None:
+        """Give back one reference to each of `given` and take one to each of `taken`, which may be free. To undo what was done
+        under the lock that is still held: nobody has got the free ones since."""
+        with self.lock:
+            np.add.at(self.ref_counts, given, -1)
+            np.add.at(self.ref_counts, taken, 1)
+            free = np.flatnonzero(self.ref_counts[: self.num_blocks] == 0)
+            self._free[: len(free)] = free[::-1]
+            self.num_free = len(free)
+
     def abandon(self, owner: Owner) -> None:
         """Call `owner.free()` at the next operation. Takes no lock and is safe inside garbage collection."""
         owner.abandoned = True

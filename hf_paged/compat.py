@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
 import transformers
 from packaging.version import Version
 from transformers import LlamaForCausalLM, cache_utils
@@ -62,3 +63,9 @@ def flash_attention_installed(version: int) -> bool:
     `flash_attn`; transformers can tell them apart. Releases that do not know a version do not find it."""
     is_available = getattr(import_utils, f"is_flash_attn_{version}_available", None)
     return is_available is not None and bool(is_available())
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype that autocast computes in on `device`, None where it is off or unknown."""
+    known = torch.amp.autocast_mode.is_autocast_available(device.type)
+    return torch.get_autocast_dtype(device.type) if known and torch.is_autocast_enabled(device.type) else None

@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from .compat import LinearAttentionLayer, query_length
+from .compat import LinearAttentionLayer, autocast_dtype, query_length
 from .kernels import WRITERS
 from .layout import LayerGeometry, OwnLayer
 from .lazy import LazyKV
@@ -62,7 +61,7 @@ class PagedLayer(CacheLayerMixin):
                 "without the cache for a training step"
             )
         state = self.state
-        if torch.is_autocast_enabled(key_states.device.type):  # RoPE leaves float32 keys; attention would cast them
+        if autocast_dtype(key_states.device):  # RoPE leaves float32 keys; attention would cast them
             key_states, value_states = key_states.to(state.pool.dtype), value_states.to(state.pool.dtype)
         storage = state.pool.storage_for(self.index, key_states, value_states)
         batch, q_length = key_states.shape[0], key_states.shape[2]

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .blocks import PoolExhausted
 from .compat import CACHE_NAME
 from .layout import LayerGeometry
 from .plan import Bool, PackedRead
@@ -98,7 +97,8 @@ def prefill(model: Any, new_ids: Tensor, pack: Packing, model_kwargs: dict[str, 
             raise PackedRead("some layer's keys were not read by a kernel")
         if outputs.get(CACHE_NAME) not in (None, cache):
             raise PackedRead("the model has put this cache into one of its own")
-    except PoolExhausted:
+    except (MemoryError, torch.OutOfMemoryError):  # says nothing about the model
+        cache.rewind(width)
         raise
     except Exception as error:
         _padded_only.add(type(model))

@@ -300,8 +300,11 @@ class PagePool:
             )
 
     def check_integrity(self) -> None:
-        """Recompute all counts from the live caches. Raises `hf_paged.IntegrityError` where they do not agree."""
-        self.manager.check_integrity()
+        """Recompute all counts from the live caches, and walk the prefix index. Raises `hf_paged.IntegrityError` at the first
+        contradiction."""
+        with self.manager.lock:
+            self.manager.check_integrity()
+            self.prefixes.check_integrity()
 
     def clear_prefix_cache(self) -> int:
         """Give back all blocks that only the prefix index holds. Returns their number."""

@@ -10,13 +10,14 @@ answer. A root stands for all else that keys and values depend on: the model, it
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .blocks import UNUSED, BlockManager, Int32, Int64
+from .blocks import UNUSED, BlockManager, Int32, Int64, IntegrityError
 from .tables import BlockTables
 
 
@@ -207,3 +208,40 @@ class PrefixIndex:
             node = node.parent
             if node is not None:
                 node.children -= 1
+
+    # --------------------------------------------------------------------------------------------------------- checks
+
+    def check_integrity(self) -> None:
+        """Walk the whole tree. Raises `IntegrityError` at the first contradiction."""
+        with self.manager.lock:
+            owner = {
+                frame: (node, group)
+                for node in self._nodes.values()
+                for group, frame in enumerate(node.frames)
+                if frame != UNUSED
+            }
+            held = self.held_frames().tolist()
+            if owner != self._owner or sorted(owner) != held or sum(map(_count, self._nodes.values())) != len(held):
+                raise IntegrityError(f"the prefix index holds frames {held}, but its nodes have {sorted(owner)}")
+            idle = [frame for frame in held if self.manager.ref_counts[frame] < 1]
+            if idle:
+                raise IntegrityError(f"the prefix index holds frames {idle}, which are free")
+            children = Counter(id(node.parent) for node in self._nodes.values())
+            for digest, node in [*self._roots.items(), *self._nodes.items()]:
+                if node.children != children[id(node)]:
+                    raise IntegrityError(f"a prefix counts {node.children} children, but has {children[id(node)]}")
+                if not node.children and not _count(node):
+                    raise IntegrityError("a prefix holds nothing and leads to nothing")
+                if node.parent is None:
+                    known = self._roots.get(digest) is node and digest == node.digest
+                else:
+                    known = digest == node.digest == digest_of(node.parent.digest, node.tokens)
+                    siblings = self._nodes if node.parent.parent else self._roots
+                    known = known and siblings.get(node.parent.digest) is node.parent
+                if not known:
+                    raise IntegrityError("a prefix is filed under another digest than that of its tokens")
+
+
+def _count(node: Node) -> int:
+    """The frames that a node holds."""
+    return sum(frame != UNUSED for frame in node.frames)

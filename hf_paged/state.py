@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from .blocks import Int64, PoolExhausted
+from .blocks import Int64
 from .history import History
 from .layout import Group
 from .plan import Bool, StepPlan
@@ -67,6 +67,7 @@ class CacheState:
         self.abandoned = False  # whether nobody holds the cache any more; set by the block manager
         self.packing: Packing | None = None  # set while a forward pass runs packed
         self.history: History | None = None  # which tokens these are; None: not known
+        self._told = False  # whether `follow` heard of the pass that is about to begin
         self.shares = pool.prefix_caching  # whether its blocks are kept for later prompts
         self._announced: _Announcement | None = None
 
@@ -99,6 +100,7 @@ class CacheState:
             raise RuntimeError("this PagedCache was released, its keys and values are gone: make a new one")
         self.pool.check_process()
         self._refuse_other_threads()
+        known = self._known_after()
         rows = batch if self.packing is None else len(self.packing.new)
         if self.width == 0 and self.tables.num_rows not in (0, rows):
             self._drop_rows()
@@ -117,14 +119,9 @@ class CacheState:
             new, native = self._read_mask(announced.mask, rows, q_length)
             real = new
         self._settle()
-        with self.pool.manager.lock:
-            if not self.recording:
-                if q_length > 1 and any(group.window for group in self.pool.groups):
-                    self.remember()  # a chunk of a prompt, before what leaves a window is given back
-                self._slide()
-            appends = self._append(rows, np.full(rows, q_length) if new is None else new.sum(1))
-            for append in appends:
-                self.pool.copy_blocks(append.copy_from, append.copy_to)
+        appends = self._take_blocks(rows, np.full(rows, q_length) if new is None else new.sum(1), q_length > 1)
+        if self.history is not None:
+            self.history.known = known
         if real is not None or self.real is not None:
             past = np.ones((rows, self.width), bool) if self.real is None else self.real
             now = np.ones((rows, q_length), bool) if real is None else real
@@ -147,22 +144,40 @@ class CacheState:
                 "After a forward pass that failed half way in another thread, start over with cache.reset()"
             )
 
-    def _append(self, rows: int, counts: Int64) -> list[Append]:
-        """Blocks for `counts` further tokens per row in every group, the rows themselves included where there are none yet.
-        Raises `PoolExhausted` with nothing changed."""
-        fresh = self.tables.num_rows == 0
-        for tables in self.groups:
-            if fresh:
-                tables.add_rows(rows)
+    def _known_after(self) -> int:
+        """How many tokens are known if the pass that is about to begin succeeds. Until then, and where nobody told its
+        tokens, only those that are cached."""
+        told, self._told = self._told, False
+        if self.history is None:
+            return 0
+        known: int = self.history.known
+        self.history.crop(self.width)
+        return known if told else min(known, self.width)
+
+    def _take_blocks(self, rows: int, counts: Int64, many: bool) -> list[Append]:
+        """Blocks for `counts` further tokens per row in every group, the rows themselves included where there are none yet,
+        and the copies that these need made. Whatever it raises, the tables are as before then."""
         manager = self.pool.manager
-        try:
-            if len(self.groups) > 1:
-                manager.require(sum(tables.blocks_needed(counts) for tables in self.groups))
-            return [tables.append(counts) for tables in self.groups]
-        except PoolExhausted:
-            if fresh:
-                self._drop_rows()
-            raise
+        with manager.lock:
+            if many and not self.recording and any(group.window for group in self.pool.groups):
+                self.remember()  # a chunk of a prompt, before what leaves a window is given back
+            marks = [tables.mark() for tables in self.groups]
+            try:
+                if not self.recording:
+                    self._slide()
+                if self.tables.num_rows == 0:
+                    for tables in self.groups:
+                        tables.add_rows(rows)
+                if len(self.groups) > 1:
+                    manager.require(sum(tables.blocks_needed(counts) for tables in self.groups))
+                appends = [tables.append(counts) for tables in self.groups]
+                for append in appends:
+                    self.pool.copy_blocks(append.copy_from, append.copy_to)
+                return appends
+            except BaseException:
+                for tables, mark in zip(self.groups, marks):
+                    tables.restore(mark)
+                raise
 
     def _slide(self) -> None:
         """Give back what no query that follows will see: the next one of a row stands at its length."""
@@ -224,6 +239,7 @@ class CacheState:
 
     def follow(self, ids: Tensor) -> None:
         """Take notice of the sequences so far, [B, n], the tokens of the pass that is about to begin included."""
+        self._told = True
         if self.history is not None and self.packing is None and not self.history.follow(ids, self.width):
             self.history = None
 
@@ -248,6 +264,7 @@ class CacheState:
     def view(self) -> StepPlan:
         """A plan to read what is stored, with no new token in it."""
         if self.plan is None or self.plan.packed:
+            self._settle()
             nothing = [np.empty(0, np.int64)] * len(self.groups)
             self.plan = StepPlan(self.groups, nothing, self.width, 0, real=self.real)
         return self.plan

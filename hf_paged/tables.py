@@ -110,6 +110,17 @@ class BlockTables:
             frame = self.table[rows, position // manager.block_size].astype(np.int64)
             return Append(frame * manager.block_size + position % manager.block_size, copy_from, copy_to)
 
+    def mark(self) -> tuple[Int32, Int64, Int64]:
+        """What `restore` needs to undo all that follows."""
+        return self.table.copy(), self.lengths.copy(), self.starts.copy()
+
+    def restore(self, mark: tuple[Int32, Int64, Int64]) -> None:
+        """Be as at a `mark` that was taken under the lock that is still held."""
+        with self.manager.lock:
+            frames = self.held_frames()
+            self.table, self.lengths, self.starts = mark
+            self.manager.exchange(frames, self.held_frames())
+
     def blocks_needed(self, counts: ArrayLike) -> int:
         """Free frames that `append(counts)` takes."""
         counts = np.asarray(counts, np.int64)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .compat import autocast_dtype
+
 SAMPLE = 16  # elements of each parameter
 ADAPTER_STATE = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")  # of PEFT's layers
 
@@ -41,8 +43,3 @@ def fingerprint(model: Any, salt: str = "") -> bytes:
         if state:
             digest.update(repr(state).encode())
     return digest.digest()
-
-
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The dtype that autocast computes in on `device`, None where it is off."""
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None

@@ -56,7 +56,7 @@ def test_a_model(tmp_path: Path) -> None:
             BartConfig(d_model=32, encoder_layers=1, decoder_layers=2, decoder_attention_heads=4),
             "2 of 2 layers are paged",
         ),
-        (MambaConfig(hidden_size=32, num_hidden_layers=1), "nothing that hf_paged could page"),
+        (MambaConfig(hidden_size=32, num_hidden_layers=1), "0 of 1 layers are paged"),
     ],
 )
 def test_models(config: Any, says: str, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hf_paged import prefix
-from hf_paged.blocks import UNUSED, BlockManager, PoolExhausted
+from hf_paged.blocks import UNUSED, BlockManager, IntegrityError, PoolExhausted
 from hf_paged.layout import Group
 from hf_paged.prefix import PrefixIndex
 from hf_paged.tables import BlockTables
@@ -70,6 +70,13 @@ def test_full_blocks_are_found_as_far_as_tokens_agree() -> None:
     assert pool.hit(tokens((1, 30))) == 0
     assert pool.hit(tokens((4, 4))) == 0  # the same block, but not after the same tokens
     assert pool.hit(tokens((0, 30)), root=b"another model") == 0
+
+
+def test_equal_blocks_after_different_ones_are_found_each() -> None:
+    pool = Pool()
+    for start in (0, 10):
+        pool.write(tokens((start, 4), (50, 4)))
+    assert [pool.hit(tokens((start, 4), (50, 8))) for start in (0, 10)] == [8, 8]
 
 
 @pytest.mark.parametrize(("length", "found"), [(8, 7), (9, 8), (5, 4), (4, 3), (1, 0)])
@@ -202,3 +209,34 @@ def test_growth_comes_after_eviction_and_stops_at_its_budget() -> None:
     live.append([1])
     assert manager.num_blocks == 9
     manager.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "message"),
+    [
+        (lambda index, head, tail: index._owner.pop(tail.frames[0]), "its nodes have"),
+        (lambda index, head, tail: index.held.__setitem__(tail.frames[0], False), "its nodes have"),
+        (lambda index, head, tail: tail.frames.__setitem__(0, head.frames[0]), "its nodes have"),
+        (lambda index, head, tail: index.manager.ref_counts.__setitem__(tail.frames[0], 0), "which are free"),
+        (lambda index, head, tail: setattr(head, "children", 0), "counts 0 children, but has 1"),
+        (lambda index, head, tail: setattr(tail, "tokens", b"others"), "another digest"),
+        (lambda index, head, tail: index._roots.clear(), "another digest"),
+        (lambda index, head, tail: index._drop_frame(tail), "holds nothing and leads to nothing"),
+    ],
+)
+def test_check_integrity_finds(corrupt: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def drop_frame(index: PrefixIndex, node: Any) -> None:
+        """Forget the frame, but not the node."""
+        frame = node.frames[0]
+        del index._owner[frame]
+        index.held[frame] = False
+        node.frames[0] = UNUSED
+
+    monkeypatch.setattr(PrefixIndex, "_drop_frame", drop_frame, raising=False)
+    pool = Pool()
+    pool.write(tokens((0, 8)))
+    pool.index.check_integrity()
+    head, tail = pool.index.match(ROOT, tokens((0, 8)), 8).nodes
+    corrupt(pool.index, head, tail)
+    with pytest.raises(IntegrityError, match=message):
+        pool.index.check_integrity()

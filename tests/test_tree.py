@@ -10,6 +10,7 @@ from test_reuse import feed
 from tiny import CACHE, default, make_pool, paged, prompts
 
 from hf_paged import LayerGeometry, PagedCache, PagePool
+from hf_paged.blocks import UNUSED
 
 
 @pytest.fixture
@@ -122,3 +123,11 @@ def test_generate_goes_on_from_joined_caches_and_leaves_prefixes(llama: Any) -> 
     turn = dict(input_ids=want[:1], attention_mask=torch.ones(1, 30, dtype=torch.long))
     paged(llama, turn, pool, max_new_tokens=1)
     assert pool.stats().prefix_hit_tokens - hits == 20 + 12 + 28  # 29 tokens of the first row are cached: seven blocks
+
+
+def test_joined_tables_are_unused_beyond_each_row(pool: PagePool) -> None:
+    long, short = PagedCache(pool), PagedCache(pool)
+    feed(long, torch.arange(1, 30)[None])
+    feed(short, torch.tensor([[1]]))
+    (tables,) = PagedCache.join([long, short])._state.groups
+    assert (tables.table[1, 1:] == UNUSED).all() and (tables.table[0, 8:] == UNUSED).all()
