@@ -13,10 +13,10 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from .blocks import PoolExhausted
+from .device_plan import send
 from .layout import LayerGeometry
 from .plan import Bool, PackedRead
 from .pool import PagePool
@@ -76,8 +76,7 @@ def prefill(model: Any, new_ids: Tensor, pack: Packing, model_kwargs: dict[str, 
     """
     state, width, new = cache._state, cache.get_seq_length(), pack.new
     q_length = new_ids.shape[1]
-    source = torch.from_numpy(np.flatnonzero(new)).to(new_ids.device)  # [T]
-    last = torch.from_numpy(np.cumsum(new.sum(1)) - 1).to(new_ids.device)  # [B]
+    source, last = send([np.flatnonzero(new), np.cumsum(new.sum(1)) - 1], new_ids.device)  # [T], [B]
     kwargs = {
         **model_kwargs,
         "attention_mask": None,

@@ -5,26 +5,17 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .blocks import Int64
+from .device_plan import DevicePlan, DeviceTables, HostPlan, send
 from .tables import BlockTables
 
 Bool = np.ndarray  # dtype bool
-
-
-class DevicePlan(NamedTuple):
-    """What the kernels read, on one device."""
-
-    slots: Tensor  # [T] int64, where each new token is stored
-    source: Tensor | None  # [T] int64, which of the padded new tokens [B * q_length] are real; None: all of them
-    block_table: Tensor  # [B, M] int32
-    seq_lens: Tensor  # [B] int32, the new tokens included
-    cu_seqlens_q: Tensor  # [B + 1] int32
 
 
 class PackedRead(RuntimeError):
@@ -55,10 +46,11 @@ class StepPlan:
         real: Bool | None = None,
         native: bool = True,
         packed: bool = False,
+        kept: dict[torch.device, DeviceTables] | None = None,
     ):
         """`groups` are the block tables of the layer groups, and `slots` where the new tokens go in each of them.
         `q_length` is the number of new padded positions per row; `new` bool [rows, q_length] and `real` bool [rows, width]
-        say which positions hold tokens, None where all do."""
+        say which positions hold tokens, None where all do. `kept` are the tables of the same cache that devices hold."""
         self.rows = rows = groups[0].num_rows
         counts = np.full(rows, q_length) if new is None else new.sum(1)
         self.start, self.width, self.native, self.packed = start, start + q_length, native, packed
@@ -66,19 +58,22 @@ class StepPlan:
         self.thread = threading.get_ident()
         self.written: set[int] = set()
         self.attended: set[int] = set()
-        self._slots = slots
-        self._source = None if new is None or packed else np.flatnonzero(new)
-        # The tables live on and change with the next step, the plan does not.
-        columns = int(groups[0].manager.blocks_for(groups[0].lengths).max(initial=0))
-        self._tables = [tables.table[:, :columns].copy() for tables in groups]
+        lengths = groups[0].lengths
+        columns = int(groups[0].manager.blocks_for(lengths).max(initial=0))
+        self._host = HostPlan(
+            slots,
+            None if new is None or packed else np.flatnonzero(new),
+            np.stack([tables.table[:, :columns] for tables in groups]),  # a copy: they change with the next step
+            lengths.astype(np.int32),
+            np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
+        )
         self._starts = [tables.starts for tables in groups]
-        self._lengths = groups[0].lengths.astype(np.int32)
-        self._past = groups[0].lengths - counts
-        self.max_seqlen_q, self.max_seqlen_k = int(counts.max(initial=0)), int(self._lengths.max(initial=0))
-        self._cu_seqlens_q = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        self._past = lengths - counts
+        self.max_seqlen_q, self.max_seqlen_k = int(counts.max(initial=0)), int(lengths.max(initial=0))
         self._real = real
         self._block_size = groups[0].manager.block_size
-        self._on_device: dict[tuple[torch.device, int], DevicePlan] = {}
+        self._kept = {} if kept is None else kept
+        self._on_device: dict[torch.device, list[DevicePlan]] = {}
         self._dense_index: dict[tuple[torch.device, int], tuple[Tensor, Tensor | None]] = {}
         self._left_window: dict[tuple[torch.device, int], Tensor] = {}
         self._single_queries: dict[tuple[torch.device, int, int], tuple[Tensor, Tensor, Tensor]] = {}
@@ -100,15 +95,9 @@ class StepPlan:
 
     def on(self, device: torch.device, group: int = 0) -> DevicePlan:
         """The plan of a layer group as tensors on `device`, sent there once."""
-        if (device, group) not in self._on_device:
-            self._on_device[device, group] = DevicePlan(
-                torch.from_numpy(self._slots[group]).to(device, non_blocking=True),
-                None if self._source is None else torch.from_numpy(self._source).to(device, non_blocking=True),
-                torch.from_numpy(self._tables[group]).to(device, non_blocking=True),
-                torch.from_numpy(self._lengths).to(device, non_blocking=True),
-                torch.from_numpy(self._cu_seqlens_q).to(device, non_blocking=True),
-            )
-        return self._on_device[device, group]
+        if device not in self._on_device:
+            self._on_device[device] = self._host.on(device, self._kept)
+        return self._on_device[device][group]
 
     def single_queries(self, device: torch.device, group: int, q_length: int) -> tuple[Tensor, Tensor, Tensor]:
         """Block table [B * q_length, M], lengths and `cu_seqlens_q` for `q_length` queries per row, each of which sees all
@@ -140,13 +129,12 @@ class StepPlan:
             gone = token < starts[:, None] * self._block_size
             empty = gone if self._real is None else gone | ~self._real
             block, offset = token // self._block_size, token % self._block_size
-            table = self._tables[group] if self._tables[group].size else np.zeros((rows, 1), np.int32)
+            table = self._host.tables[group]
+            table = table if table.size else np.zeros((rows, 1), np.int32)
             slot = np.take_along_axis(table, block, 1).astype(np.int64) * self._block_size + offset
             slot[empty] = 0
-            self._dense_index[device, group] = (
-                torch.from_numpy(slot.reshape(-1)).to(device),
-                torch.from_numpy(empty).to(device) if empty.any() else None,
-            )
+            index, *pads = send([slot.reshape(-1), *([empty] if empty.any() else [])], device)
+            self._dense_index[device, group] = index, pads[0] if pads else None
         return self._dense_index[device, group]
 
     def left_window(self, device: torch.device, window: int) -> Tensor | None:
@@ -156,7 +144,7 @@ class StepPlan:
             return None
         if (device, window) not in self._left_window:
             left = self._token < (self._past - window + 1)[:, None]
-            self._left_window[device, window] = torch.from_numpy(left).to(device)
+            self._left_window[device, window] = send([left], device)[0]
         return self._left_window[device, window]
 
     @functools.cached_property
