@@ -11,7 +11,7 @@ import tiny
 import torch
 
 from hf_paged.__main__ import main
-from hf_paged.bench import ops, pipelines, tasks
+from hf_paged.bench import backends, cli, ops, pipelines, tasks
 from hf_paged.bench.measure import interleave
 
 
@@ -70,6 +70,62 @@ def test_one_task_with_random_weights_and_another_kernel(folder: str, capsys: py
 def test_a_model_is_asked_for() -> None:
     with pytest.raises(SystemExit, match="--model is needed for batch"):
         main(["bench", "--task", "batch"])
+
+
+def test_a_gpu_that_is_not_there(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(SystemExit, match=r"--device cuda: torch .* sees 0 CUDA devices here"):
+        main(["bench", "--device", "cuda", "--model", folder])
+    with pytest.raises(SystemExit, match="--device gpu is not known"):
+        main(["bench", "--device", "gpu", "--model", folder])
+
+
+def test_every_backend_against_a_copy(capsys: pytest.CaptureFixture[str]) -> None:
+    """What a GPU gets beside the other tasks."""
+    assert main(["bench", "--task", "kernels", "--dtype", "float32", "--repeats", "1"]) == 0
+    printed = capsys.readouterr().out
+    for name in ("reference", "cpu"):
+        assert f"| kernel {name} vs copy |" in printed
+    assert "static" not in printed
+
+
+def test_the_backends_compute_what_they_should(monkeypatch: pytest.MonkeyPatch) -> None:
+    outs: dict[str, list[Any]] = {}
+    for name, kernel in list(backends.KERNELS.items()):
+        monkeypatch.setitem(backends.KERNELS, name, lambda *a, name=name, kernel=kernel: outs[name].append(kernel(*a)))
+    generator = torch.Generator().manual_seed(0)
+    layers = [torch.randn(backends._numbers(), generator=generator) for _ in range(2)]
+    for name in ("reference", "cpu"):
+        outs[name] = []
+        backends._attention(name, layers, torch.device("cpu"))()
+    for want, got in zip(outs["reference"], outs["cpu"]):
+        assert torch.allclose(want, got, atol=1e-5) and want.shape == (2, ops.HEADS, ops.HEAD_DIM)
+
+
+def test_the_static_cache_is_a_third_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where transformers compiles it."""
+    model = tiny.build("llama", "sdpa")
+    used: list[Any] = []
+    generate = type(model).generate
+    monkeypatch.setattr(
+        type(model), "generate", lambda *a, **k: used.append(k.get("cache_implementation")) or generate(*a, **k)
+    )
+    options: dict[str, Any] = dict(block_size=4, kernel=None)
+    row = tasks.run_generate("batch", model, options, 1, iter, with_static=True)
+    assert row.notes["static"] > 0 and used.count("static") == 3 and used.count(None) == 4
+    other = tasks.run_generate("ragged", model, options, 1, iter, with_static=True)
+    assert "static" not in other.notes
+    lines = cli.table([row, other], {}).splitlines()
+    assert "| static, compiled |" in lines[2] and len({line.count("|") for line in lines[2:]}) == 1
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("cache_implementation") == "static":
+            raise ValueError("no static cache")
+        return generate(*args, **kwargs)
+
+    monkeypatch.setattr(type(model), "generate", refuse)
+    row = tasks.run_generate("batch", model, options, 1, iter, with_static=True)
+    assert row.notes["static_cache_failed"] == "ValueError: no static cache" and "static" not in row.notes
 
 
 def test_agreement() -> None:
