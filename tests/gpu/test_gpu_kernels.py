@@ -21,6 +21,7 @@ skip_without_gpu()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SERVING = [(name, dtype) for dtype in DTYPES for name in serving(dtype, 64)]
 CASES = 4 if DRY_RUN else 40  # random ones per backend and dtype
+TRITON_CASES = 12  # each is compiled first
 
 
 def adapted(case: Case, name: str, dtype: torch.dtype, seed: int) -> Case:
@@ -43,7 +44,7 @@ def moved(arguments: dict[str, Any]) -> list[Any]:
 @pytest.mark.parametrize(("name", "dtype"), SERVING, ids=str)
 def test_random_shapes(name: str, dtype: torch.dtype) -> None:
     failures = []
-    for seed in range(CASES):
+    for seed in range(min(CASES, TRITON_CASES) if name == "triton" else CASES):
         case = adapted(draw(seed)[0], name, dtype, seed)
         if problem_of(name, DEVICE, dtype, [case.dims], case.block_size):
             continue
@@ -87,7 +88,7 @@ def test_pools_beyond_32_bits(name: str) -> None:
     if not DRY_RUN and torch.cuda.mem_get_info(DEVICE)[0] < 12e9:
         pytest.skip("less than 12 GB of GPU memory are free")
     make_pool = torch.zeros if BACKENDS[name].needs_zeroed_frames else torch.empty
-    k_pool, v_pool = (make_pool(frames, size, heads, dim, dtype=torch.bfloat16, device=DEVICE)[...] for _ in range(2))
+    k_pool, v_pool = (make_pool(frames, size, heads, dim, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
     length = 4 * size - 3
     table = frames - 1 - torch.tensor([[2, 0, 5, 4], [1, 3, 6, 7]], dtype=torch.int32)
     position = torch.arange(length)
