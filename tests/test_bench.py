@@ -11,7 +11,7 @@ import tiny
 import torch
 
 from hf_paged.__main__ import main
-from hf_paged.bench import backends, cli, ops, pipelines, tasks
+from hf_paged.bench import backends, cli, measure, ops, pipelines, tasks
 from hf_paged.bench.measure import interleave
 
 
@@ -140,3 +140,11 @@ def test_ways_take_turns() -> None:
     ways: dict[str, Any] = {name: lambda name=name: calls.append(name) for name in "ab"}
     seconds = interleave(ways, 3, collect=True)
     assert calls == list("ab" + "ab" * 3) and [len(values) for values in seconds.values()] == [3, 3]
+
+
+def test_the_gpu_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(measure, "on_gpu", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
+    interleave(dict(a=lambda: calls.append("a")), 2)
+    assert calls == ["a"] * measure.GPU_WARM_UPS + ["wait", "a", "wait"] * 2
