@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .compat import CACHE_NAME
+from .device_plan import send
 from .layout import LayerGeometry
 from .plan import Bool, PackedRead
 from .pool import PagePool
@@ -77,8 +78,7 @@ def prefill(model: Any, new_ids: Tensor, pack: Packing, model_kwargs: dict[str, 
     """
     state, width, new = cache._state, cache._state.width, pack.new
     q_length = new_ids.shape[1]
-    source = torch.from_numpy(np.flatnonzero(new)).to(new_ids.device)  # [T]
-    last = torch.from_numpy(np.cumsum(new.sum(1)) - 1).to(new_ids.device)  # [B]
+    source, last = send([np.flatnonzero(new), np.cumsum(new.sum(1)) - 1], new_ids.device)  # [T], [B]
     kwargs = {
         **model_kwargs,
         "attention_mask": None,

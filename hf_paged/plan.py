@@ -5,27 +5,18 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .blocks import Int64
+from .device_plan import DevicePlan, DeviceTables, HostPlan, send
 from .layout import Group
 from .tables import BlockTables, ragged
 
 Bool = np.ndarray  # dtype bool
-
-
-class DevicePlan(NamedTuple):
-    """What the kernels read, on one device."""
-
-    slots: Tensor  # [T] int64, where each new token is stored
-    source: Tensor | None  # [T] int64, which of the padded new tokens [B * q_length] are real; None: all of them
-    block_table: Tensor  # [B, M] int32
-    seq_lens: Tensor  # [B] int32, the new tokens included
-    cu_seqlens_q: Tensor  # [B + 1] int32
 
 
 class PackedRead(RuntimeError):
@@ -56,10 +47,11 @@ class StepPlan:
         real: Bool | None = None,
         native: bool = True,
         packed: bool = False,
+        kept: dict[torch.device, DeviceTables] | None = None,
     ):
         """`groups` are the block tables of the layer groups, and `slots` where the new tokens go in each of them.
         `q_length` is the number of new padded positions per row; `new` bool [rows, q_length] and `real` bool [rows, width]
-        say which positions hold tokens, None where all do."""
+        say which positions hold tokens, None where all do. `kept` are the tables of the same cache that devices hold."""
         self.rows = rows = groups[0].num_rows
         counts = np.full(rows, q_length) if new is None else new.sum(1)
         self.start, self.width, self.native, self.packed = start, start + q_length, native, packed
@@ -67,19 +59,22 @@ class StepPlan:
         self.thread = threading.get_ident()
         self.written: set[int] = set()
         self.attended: set[int] = set()
-        self._slots = slots
-        self._source = None if new is None or packed else np.flatnonzero(new)
-        # The tables live on and change with the next step, the plan does not.
-        columns = int(groups[0].manager.blocks_for(groups[0].lengths).max(initial=0))
-        self._tables = [tables.table[:, :columns].copy() for tables in groups]
+        lengths = groups[0].lengths
+        columns = int(groups[0].manager.blocks_for(lengths).max(initial=0))
+        self._host = HostPlan(
+            slots,
+            None if new is None or packed else np.flatnonzero(new),
+            np.stack([tables.table[:, :columns] for tables in groups]),  # a copy: they change with the next step
+            lengths.astype(np.int32),
+            np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
+        )
         self._starts = [tables.starts for tables in groups]
-        self._lengths = groups[0].lengths.astype(np.int32)
-        self._past = groups[0].lengths - counts
-        self.max_seqlen_q, self.max_seqlen_k = int(counts.max(initial=0)), int(self._lengths.max(initial=0))
-        self._cu_seqlens_q = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        self._past = lengths - counts
+        self.max_seqlen_q, self.max_seqlen_k = int(counts.max(initial=0)), int(lengths.max(initial=0))
         self._real = real
         self._block_size = groups[0].manager.block_size
-        self._on_device: dict[tuple[torch.device, int], DevicePlan] = {}
+        self._kept = {} if kept is None else kept
+        self._on_device: dict[torch.device, list[DevicePlan]] = {}
         self._in_chunks: dict[tuple[torch.device, int, int], DevicePlan] = {}
         self._dense_index: dict[tuple[torch.device, int], tuple[Tensor, Tensor | None]] = {}
         self._left_window: dict[tuple[torch.device, int, bool], Tensor] = {}
@@ -102,15 +97,9 @@ class StepPlan:
 
     def on(self, device: torch.device, group: int = 0) -> DevicePlan:
         """The plan of a layer group as tensors on `device`, sent there once."""
-        if (device, group) not in self._on_device:
-            self._on_device[device, group] = DevicePlan(
-                torch.from_numpy(self._slots[group]).to(device, non_blocking=True),
-                None if self._source is None else torch.from_numpy(self._source).to(device, non_blocking=True),
-                torch.from_numpy(self._tables[group]).to(device, non_blocking=True),
-                torch.from_numpy(self._lengths).to(device, non_blocking=True),
-                torch.from_numpy(self._cu_seqlens_q).to(device, non_blocking=True),
-            )
-        return self._on_device[device, group]
+        if device not in self._on_device:
+            self._on_device[device] = self._host.on(device, self._kept)
+        return self._on_device[device][group]
 
     def single_queries(self, device: torch.device, group: int, q_length: int) -> tuple[Tensor, Tensor, Tensor]:
         """Block table [B * q_length, M], lengths and `cu_seqlens_q` for `q_length` queries per row, each of which sees all
@@ -134,23 +123,17 @@ class StepPlan:
         """The same where attention stays within chunks of `chunk` tokens, a multiple of the block size: the new tokens of a
         row that lie in one chunk become a row of their own, whose table begins with that chunk."""
         if (device, group, chunk) not in self._in_chunks:
-            counts = self._lengths - self._past
-            first, last = self._past // chunk, (self._lengths - 1) // chunk
-            rows, index = ragged(np.where(counts > 0, last - first + 1, 0))
+            lengths, tables = self._host.seq_lens.astype(np.int64), self._host.tables[group]
+            first, last = self._past // chunk, (lengths - 1) // chunk
+            rows, index = ragged(np.where(lengths > self._past, last - first + 1, 0))
             start = (first[rows] + index) * chunk
-            begin, end = np.maximum(self._past[rows], start), np.minimum(self._lengths[rows], start + chunk)
+            begin, end = np.maximum(self._past[rows], start), np.minimum(lengths[rows], start + chunk)
             columns = (start // self._block_size)[:, None] + np.arange(chunk // self._block_size)
-            table = self._tables[group][rows[:, None], np.minimum(columns, self._tables[group].shape[1] - 1)]
+            table = tables[rows[:, None], np.minimum(columns, tables.shape[1] - 1)]
+            cu_seqlens_q = np.concatenate([[0], np.cumsum(end - begin)]).astype(np.int32)
+            sent = send([table, (end - start).astype(np.int32), cu_seqlens_q], device)
             whole = self.on(device, group)
-            self._in_chunks[device, group, chunk] = DevicePlan(
-                whole.slots,
-                whole.source,
-                torch.from_numpy(table).to(device, non_blocking=True),
-                torch.from_numpy((end - start).astype(np.int32)).to(device, non_blocking=True),
-                torch.from_numpy(np.concatenate([[0], np.cumsum(end - begin)]).astype(np.int32)).to(
-                    device, non_blocking=True
-                ),
-            )
+            self._in_chunks[device, group, chunk] = DevicePlan(whole.slots, whole.source, *sent)
         return self._in_chunks[device, group, chunk]
 
     def dense_index(self, device: torch.device, group: int = 0) -> tuple[Tensor, Tensor | None]:
@@ -165,13 +148,12 @@ class StepPlan:
             gone = token < starts[:, None] * self._block_size
             empty = gone if self._real is None else gone | ~self._real
             block, offset = token // self._block_size, token % self._block_size
-            table = self._tables[group] if self._tables[group].size else np.zeros((rows, 1), np.int32)
+            table = self._host.tables[group]
+            table = table if table.size else np.zeros((rows, 1), np.int32)
             slot = np.take_along_axis(table, block, 1).astype(np.int64) * self._block_size + offset
             slot[empty] = 0
-            self._dense_index[device, group] = (
-                torch.from_numpy(slot.reshape(-1)).to(device),
-                torch.from_numpy(empty).to(device) if empty.any() else None,
-            )
+            index, *pads = send([slot.reshape(-1), *([empty] if empty.any() else [])], device)
+            self._dense_index[device, group] = index, pads[0] if pads else None
         return self._dense_index[device, group]
 
     def left_window(self, device: torch.device, group: Group) -> Tensor | None:
@@ -182,7 +164,7 @@ class StepPlan:
         key = device, group.window, group.chunked
         if key not in self._left_window:
             left = self._token < group.first_seen(self._past)[:, None]
-            self._left_window[key] = torch.from_numpy(left).to(device)
+            self._left_window[key] = send([left], device)[0]
         return self._left_window[key]
 
     @functools.cached_property

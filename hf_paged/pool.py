@@ -9,11 +9,13 @@ import threading
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from . import kernels
 from .blocks import BlockManager, Int32
+from .device_plan import send
 from .kernels.backend import SINKS, SOFTCAP, WINDOW
 from .kernels.choose import choose, substitute
 from .layout import READS_PADS, LayerGeometry, OwnLayer, groups_of, layers_of, makes_sliding_masks, needs_of
@@ -272,11 +274,14 @@ class PagePool:
         """Copy whole frames in every layer."""
         if not len(copy_from):
             return
-        source, target = torch.from_numpy(copy_from).long(), torch.from_numpy(copy_to).long()
+        frames = copy_from.astype(np.int64), copy_to.astype(np.int64)
+        on: dict[torch.device, list[Tensor]] = {}
         for storage in {id(storage): storage for storage in self._storage if storage is not None}.values():
             for tensor in storage[:2]:
-                device = tensor.device
-                tensor.index_copy_(0, target.to(device), tensor.index_select(0, source.to(device)))
+                if tensor.device not in on:
+                    on[tensor.device] = send(frames, tensor.device)
+                source, target = on[tensor.device]
+                tensor.index_copy_(0, target, tensor.index_select(0, source))
 
     # ------------------------------------------------------------------------------------------------------ reports
 

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
 from .blocks import Int64
+from .device_plan import DeviceTables
 from .history import History
 from .layout import Group
 from .plan import Bool, StepPlan
@@ -62,6 +64,7 @@ class CacheState:
         self.width = 0
         self.real: Bool | None = None
         self.plan: StepPlan | None = None
+        self.on_devices: dict[torch.device, DeviceTables] = {}  # the block tables that GPUs hold
         self.version = 0
         self.released = False
         self.abandoned = False  # whether nobody holds the cache any more; set by the block manager
@@ -128,7 +131,7 @@ class CacheState:
             self.real = np.concatenate([past, now], 1)
         packed = self.packing is not None
         slots = [append.slots for append in appends]
-        self.plan = StepPlan(self.groups, slots, self.width, q_length, new, self.real, native, packed)
+        self.plan = StepPlan(self.groups, slots, self.width, q_length, new, self.real, native, packed, self.on_devices)
         self.width += q_length
         self.version += 1
         return self.plan
@@ -266,7 +269,7 @@ class CacheState:
         if self.plan is None or self.plan.packed:
             self._settle()
             nothing = [np.empty(0, np.int64)] * len(self.groups)
-            self.plan = StepPlan(self.groups, nothing, self.width, 0, real=self.real)
+            self.plan = StepPlan(self.groups, nothing, self.width, 0, real=self.real, kept=self.on_devices)
         return self.plan
 
     # ---------------------------------------------------------------------------------------------------------- rows
@@ -368,6 +371,7 @@ class CacheState:
     def release(self) -> None:
         """Give all blocks back for good."""
         self.reset()
+        self.on_devices.clear()
         self.released = True
 
     def row_keys(self) -> list[bytes]:

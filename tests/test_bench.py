@@ -11,7 +11,7 @@ import tiny
 import torch
 
 from hf_paged.__main__ import main
-from hf_paged.bench import ops, pipelines, tasks
+from hf_paged.bench import backends, cli, measure, ops, pipelines, tasks
 from hf_paged.bench.measure import interleave
 
 
@@ -72,6 +72,62 @@ def test_a_model_is_asked_for() -> None:
         main(["bench", "--task", "batch"])
 
 
+def test_a_gpu_that_is_not_there(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(SystemExit, match=r"--device cuda: torch .* sees 0 CUDA devices here"):
+        main(["bench", "--device", "cuda", "--model", folder])
+    with pytest.raises(SystemExit, match="--device gpu is not known"):
+        main(["bench", "--device", "gpu", "--model", folder])
+
+
+def test_every_backend_against_a_copy(capsys: pytest.CaptureFixture[str]) -> None:
+    """What a GPU gets beside the other tasks."""
+    assert main(["bench", "--task", "kernels", "--dtype", "float32", "--repeats", "1"]) == 0
+    printed = capsys.readouterr().out
+    for name in ("reference", "cpu"):
+        assert f"| kernel {name} vs copy |" in printed
+    assert "static" not in printed
+
+
+def test_the_backends_compute_what_they_should(monkeypatch: pytest.MonkeyPatch) -> None:
+    outs: dict[str, list[Any]] = {}
+    for name, kernel in list(backends.KERNELS.items()):
+        monkeypatch.setitem(backends.KERNELS, name, lambda *a, name=name, kernel=kernel: outs[name].append(kernel(*a)))
+    generator = torch.Generator().manual_seed(0)
+    layers = [torch.randn(backends._numbers(), generator=generator) for _ in range(2)]
+    for name in ("reference", "cpu"):
+        outs[name] = []
+        backends._attention(name, layers, torch.device("cpu"))()
+    for want, got in zip(outs["reference"], outs["cpu"]):
+        assert torch.allclose(want, got, atol=1e-5) and want.shape == (2, ops.HEADS, ops.HEAD_DIM)
+
+
+def test_the_static_cache_is_a_third_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where transformers compiles it."""
+    model = tiny.build("llama", "sdpa")
+    used: list[Any] = []
+    generate = type(model).generate
+    monkeypatch.setattr(
+        type(model), "generate", lambda *a, **k: used.append(k.get("cache_implementation")) or generate(*a, **k)
+    )
+    options: dict[str, Any] = dict(block_size=4, kernel=None)
+    row = tasks.run_generate("batch", model, options, 1, iter, with_static=True)
+    assert row.notes["static"] > 0 and used.count("static") == 3 and used.count(None) == 4
+    other = tasks.run_generate("ragged", model, options, 1, iter, with_static=True)
+    assert "static" not in other.notes
+    lines = cli.table([row, other], {}).splitlines()
+    assert "| static, compiled |" in lines[2] and len({line.count("|") for line in lines[2:]}) == 1
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("cache_implementation") == "static":
+            raise ValueError("no static cache")
+        return generate(*args, **kwargs)
+
+    monkeypatch.setattr(type(model), "generate", refuse)
+    row = tasks.run_generate("batch", model, options, 1, iter, with_static=True)
+    assert row.notes["static_cache_failed"] == "ValueError: no static cache" and "static" not in row.notes
+
+
 def test_agreement() -> None:
     want = torch.tensor([[9, 9, 1, 2, 3], [9, 9, 4, 5, 6]])
     got = torch.tensor([[9, 9, 1, 7, 3], [9, 9, 4, 5, 6]])
@@ -84,3 +140,11 @@ def test_ways_take_turns() -> None:
     ways: dict[str, Any] = {name: lambda name=name: calls.append(name) for name in "ab"}
     seconds = interleave(ways, 3, collect=True)
     assert calls == list("ab" + "ab" * 3) and [len(values) for values in seconds.values()] == [3, 3]
+
+
+def test_the_gpu_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(measure, "on_gpu", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
+    interleave(dict(a=lambda: calls.append("a")), 2)
+    assert calls == ["a"] * measure.GPU_WARM_UPS + ["wait", "a", "wait"] * 2

@@ -203,6 +203,15 @@ def test_head_dims_are_padded_in_place() -> None:
         KERNELS["double4"](*arguments.values())
 
 
+@pytest.mark.parametrize("kernel", ["double2", "double3", "double4"])
+def test_queries_that_need_no_padding_are_not_copied(kernel: str) -> None:
+    arguments = make(kernel, CASES["decode"], BACKENDS[kernel].block_size)
+    DOUBLES[kernel].calls.clear()
+    KERNELS[kernel](*arguments.values())
+    ((_, passed),) = DOUBLES[kernel].calls
+    assert passed["q"].data_ptr() == arguments["q"].data_ptr()
+
+
 def test_bytes_count_the_padding() -> None:
     layers = [LayerGeometry(2, 20, 12)]
     pool = PagePool(layers, memory="1MiB", dtype=torch.bfloat16, kernel="double2")

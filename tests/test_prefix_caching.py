@@ -31,7 +31,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def spy(self: Any, *args: Any) -> Any:
         plan = begin(self, *args)
-        counts.append(int(plan._cu_seqlens_q[-1]))
+        counts.append(int(plan._host.cu_seqlens_q[-1]))
         return plan
 
     monkeypatch.setattr(PagedCache.__init__.__globals__["CacheState"], "begin", spy)

@@ -355,6 +355,7 @@ def test_misfits_are_refused() -> None:
         ("seq_lens", arguments["seq_lens"][:1]),
         ("cu_seqlens_q", arguments["cu_seqlens_q"][1:]),
         ("sinks", torch.zeros(3)),
+        ("sinks", torch.zeros(4, device="meta")),
     ):
         with pytest.raises(ValueError, match="attention: these do not fit together"):
             backend.attention(**dict(own(arguments), **{name: wrong}))
@@ -362,6 +363,8 @@ def test_misfits_are_refused() -> None:
     for wrong_key, wrong_slots in ((key.half(), slots), (key[:, :1], slots), (key, slots[:2]), (key, slots.int())):
         with pytest.raises(ValueError, match="do not fit into pools"):
             backend.write(arguments["k_pool"], arguments["v_pool"], wrong_key, key, wrong_slots, None)
+    with pytest.raises(ValueError, match="do not fit into pools"):
+        backend.write(arguments["k_pool"], arguments["v_pool"], key, key, slots, slots.to("meta"))
 
 
 def resources(*options: str) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ from transformers import (
 from hf_paged import LayerGeometry, PagedCache, PagePool
 from hf_paged.compat import CACHE_NAME as CACHE
 from hf_paged.compat import RELEASE
+from hf_paged.kernels import BACKENDS
 
 VOCAB, PAD = 160, 0
 COMMON: dict[str, Any] = dict(
@@ -66,15 +67,16 @@ def condition(model: Any, seed: int) -> Any:
 
 
 def poison(pool: PagePool) -> PagePool:
-    """Allocate all storage and fill every slot with NaN."""
+    """Allocate all storage and fill every slot with NaN, unless the kernel asks for zeros."""
     for layer, geometry in enumerate(pool.layers):
         if not isinstance(geometry, LayerGeometry):
             continue
         heads, key_dim, value_dim = geometry[:3]
-        keys = torch.empty(1, heads, 0, key_dim, dtype=pool.dtype)
-        values = torch.empty(1, heads, 0, value_dim, dtype=pool.dtype)
+        keys = torch.empty(1, heads, 0, key_dim, dtype=pool.dtype, device=pool.device)
+        values = torch.empty(1, heads, 0, value_dim, dtype=pool.dtype, device=pool.device)
         for tensor in pool.storage_for(layer, keys, values)[:2]:
-            tensor.fill_(float("nan"))
+            if not BACKENDS[pool.kernel].needs_zeroed_frames:
+                tensor.fill_(float("nan"))
     return pool
 
 

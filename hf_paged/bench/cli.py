@@ -14,17 +14,20 @@ import torch
 import transformers
 from tqdm.auto import tqdm
 
-from . import ops, pipelines, tasks
+from .. import PagePool
+from . import backends, ops, pipelines, tasks
 from .measure import Row
 
 TASKS = [*tasks.GENERATE, *pipelines.PIPELINES, *tasks.STEPS, "decode", "reorder"]
+WITHOUT_MODEL = ("decode", "reorder", "kernels")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="a local folder or a Hub id; not needed for the tasks decode and reorder")
     parser.add_argument("--random-weights", action="store_true", help="build the model from its config alone")
-    parser.add_argument("--task", action="append", choices=TASKS, help="may be repeated; default: all")
+    parser.add_argument("--task", action="append", choices=[*TASKS, "kernels"], help="may be repeated; default: all")
+    parser.add_argument("--device", default="cpu", help="cpu (default), cuda or cuda:N; on a GPU also the task kernels")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--repeats", type=int, default=5, help="measured runs of each side (default 5)")
     parser.add_argument("--threads", type=int, help="torch threads (default: torch's own choice)")
@@ -36,27 +39,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the chosen tasks. Returns the exit status."""
-    chosen = options.task or TASKS
+    device = device_of(options.device)
+    chosen = options.task or (TASKS if device.type == "cpu" else [*TASKS, "kernels"])
     if options.threads:
         torch.set_num_threads(options.threads)
     dtype = DTYPES[options.dtype]
     pool_options = dict(block_size=options.block_size, kernel=options.kernel)
-    needs_model = [name for name in chosen if name not in ("decode", "reorder")]
+    needs_model = [name for name in chosen if name not in WITHOUT_MODEL]
     if needs_model and not options.model:
         raise SystemExit(f"--model is needed for {', '.join(needs_model)}: give a folder or a Hub id")
-    model = load(options.model, dtype, options.random_weights) if needs_model else None
+    model = load(options.model, dtype, options.random_weights).to(device) if needs_model else None
+    if model is not None and device.type != "cpu" and not options.block_size:  # the tasks size their pools by it
+        pool_options["block_size"] = PagePool.for_model(model, num_blocks=1, kernel=options.kernel).block_size
 
     rows: list[Row] = []
     for name in chosen:
         bar = lambda steps, name=name: tqdm(steps, desc=name, leave=False, disable=None)  # noqa: E731
         if name == "decode":
-            rows += ops.run_decode(dtype, pool_options, options.repeats, bar)
+            rows += ops.run_decode(dtype, pool_options, options.repeats, bar, device)
         elif name == "reorder":
-            rows.append(ops.run_reorder(options.repeats, bar))
+            rows.append(ops.run_reorder(options.repeats, bar, device))
+        elif name == "kernels":
+            rows += backends.run_kernels(dtype, options.repeats, bar, device)
         elif name in pipelines.PIPELINES:
             rows.append(pipelines.PIPELINES[name](model, pool_options, options.repeats, bar))
         elif name in tasks.GENERATE:
-            rows.append(tasks.run_generate(name, model, pool_options, options.repeats, bar))
+            rows.append(tasks.run_generate(name, model, pool_options, options.repeats, bar, device.type != "cpu"))
         else:
             rows.append(tasks.run_step(name, model, pool_options, options.repeats, bar))
     settings = describe(options)
@@ -67,6 +75,22 @@ def run(options: argparse.Namespace) -> int:
     if options.plot:
         plot(rows, settings, options.plot)
     return 0
+
+
+def device_of(name: str) -> torch.device:
+    """The device called so. Exits where there is none."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise SystemExit(f"--device {name} is not known: use cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise SystemExit(
+            f"--device {name}: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices here"
+        )
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)
+    return device
 
 
 def load(name: str, dtype: torch.dtype, random_weights: bool) -> Any:
@@ -82,7 +106,10 @@ def load(name: str, dtype: torch.dtype, random_weights: bool) -> Any:
 
 def describe(options: argparse.Namespace) -> dict[str, Any]:
     """What a reader needs to judge the numbers."""
+    device = torch.device(options.device)
+    card = dict(device=torch.cuda.get_device_name(device)) if device.type == "cuda" else {}
     return dict(
+        **card,
         model=options.model,
         dtype=options.dtype,
         threads=torch.get_num_threads(),
@@ -96,18 +123,23 @@ def describe(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(rows: list[Row], settings: dict[str, Any]) -> str:
-    """A Markdown table."""
+    """A Markdown table. With a column for the static cache where that was measured."""
+    with_static = any("static" in row.notes for row in rows)
     lines = [
         ", ".join(f"{name} {value}" for name, value in settings.items()),
         "",
-        "| task | default | hf_paged | ratio | KV bytes default / hf_paged | tokens, remarks |",
-        "|---|---|---|---|---|---|",
+        f"| task | default |{' static, compiled |' if with_static else ''} hf_paged | ratio | KV bytes default / hf_paged | "
+        "tokens, remarks |",
+        "|---" * (7 if with_static else 6) + "|",
     ]
     for row in rows:
         kv = row.notes.get("kv_bytes")
         size = f"{kv['default'] / 2**20:.0f} / {kv['paged'] / 2**20:.0f} MiB" if kv else ""
-        remarks = "; ".join(_remark(name, value) for name, value in row.notes.items() if name != "kv_bytes")
-        times = f"{row.default:.3f} {row.unit} | {row.paged:.3f} {row.unit} | {row.ratio:.2f}"
+        remarks = "; ".join(
+            _remark(name, value) for name, value in row.notes.items() if name not in ("kv_bytes", "static")
+        )
+        static = f" {row.notes['static']:.3f} {row.unit} |" if "static" in row.notes else " |" if with_static else ""
+        times = f"{row.default:.3f} {row.unit} |{static} {row.paged:.3f} {row.unit} | {row.ratio:.2f}"
         lines.append(f"| {row.task} | {times} | {size} | {remarks} |")
     return "\n".join(lines)
 

@@ -9,6 +9,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
+GPU_WARM_UPS = 3
+
 
 @dataclass
 class Row:
@@ -28,18 +32,32 @@ class Row:
         return self.default / self.paged if self.paged > 0 else float("inf")
 
 
+def on_gpu() -> bool:
+    """Whether anything has run on a GPU in this process."""
+    return torch.cuda.is_available() and torch.cuda.is_initialized()
+
+
+def finish() -> None:
+    """Wait until the GPU, where there is one in use, has done what it was given."""
+    if on_gpu():
+        torch.cuda.synchronize()
+
+
 def interleave(
     ways: dict[str, Callable[[], Any]],
     repeats: int,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
     collect: bool = False,
 ) -> dict[str, list[float]]:
-    """Call every way once to warm up, then `repeats` times in turn. Returns the seconds of each call.
+    """Call every way to warm up, then `repeats` times in turn. Returns the seconds of each call, the device's part included.
+
+    One call warms a CPU up. On a GPU it takes some more until compiled graphs are recorded.
 
     No garbage is collected during a call; with `collect` it is before each, so that no way pays for another's.
     """
-    for way in ways.values():
-        way()
+    for _ in range(GPU_WARM_UPS if on_gpu() else 1):
+        for way in ways.values():
+            way()
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     gc.collect()
     gc.disable()
@@ -48,8 +66,10 @@ def interleave(
             for name, way in ways.items():
                 if collect:
                     gc.collect()
+                finish()
                 start = time.perf_counter()
                 way()
+                finish()
                 seconds[name].append(time.perf_counter() - start)
     finally:
         gc.enable()

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from .. import LayerGeometry, PagedCache, PagePool
 from ..compat import CACHE_NAME
-from .measure import Row, interleave, median
+from .measure import GPU_WARM_UPS, Row, interleave, median
 
 
 class Task(NamedTuple):
@@ -38,6 +38,11 @@ GENERATE: dict[str, Task] = {
     "long": Task([4000], {}),
 }
 STEPS: dict[str, StepTask] = {"step-8x1024": StepTask(8, 1024), "step-16x2048": StepTask(16, 2048)}
+STATIC = (
+    "batch",
+    "long",
+    "beams-small",
+)  # on GPUs also with transformers' static cache, whose forward pass it compiles
 STEP_FLOOR = 16  # tokens of context of the step that both sides are compared with
 Progress = Callable[[Any], Any]
 
@@ -64,8 +69,11 @@ def blocks_for(task: Task, block_size: int) -> int:
     return rows * sum(-(-(length + task.new) // block_size) + 1 for length in task.lengths)
 
 
-def run_generate(name: str, model: Any, pool_options: dict[str, Any], repeats: int, progress: Progress) -> Row:
-    """`generate` with a fresh default cache under "sdpa" and with a fresh `PagedCache` under "paged"."""
+def run_generate(
+    name: str, model: Any, pool_options: dict[str, Any], repeats: int, progress: Progress, with_static: bool = False
+) -> Row:
+    """`generate` with a fresh default cache under "sdpa" and with a fresh `PagedCache` under "paged"; with the static cache
+    too, where asked for and the task is one of `STATIC`."""
     task = GENERATE[name]
     inputs = prompts(model.config.get_text_config().vocab_size, task.lengths)
     inputs = {key: value.to(model.device) for key, value in inputs.items()}
@@ -89,10 +97,26 @@ def run_generate(name: str, model: Any, pool_options: dict[str, Any], repeats: i
             seen["paged"] = model.generate(**inputs, **length, **task.flags, **{CACHE_NAME: cache})
         bytes_of["paged"] = pool.stats().peak_used * pool.bytes_per_block
 
-    seconds = interleave(dict(default=default, paged=paged), repeats, progress, collect=True)
-    notes = dict(
+    def static() -> None:
+        model.set_attn_implementation("sdpa")
+        torch.manual_seed(0)
+        model.generate(**inputs, **length, **task.flags, cache_implementation="static")
+
+    ways, problem = dict(default=default, paged=paged), None
+    if with_static and name in STATIC:
+        try:
+            static()
+            ways["static"] = static
+        except Exception as error:  # not every model or mode runs with it
+            problem = f"{type(error).__name__}: {error}".splitlines()[0]
+    seconds = interleave(ways, repeats, progress, collect=True)
+    notes: dict[str, Any] = dict(
         kv_bytes=bytes_of, tokens=agreement(seen["default"], seen["paged"], max(task.lengths)), kernel=pool.kernel
     )
+    if problem:
+        notes["static_cache_failed"] = problem
+    if "static" in seconds:
+        notes["static"] = median(seconds["static"])
     return Row(
         name,
         median(seconds["default"]),
@@ -133,7 +157,7 @@ def _steps(
     model: Any, rows: int, context: int, pool_options: dict[str, Any], repeats: int, progress: Progress
 ) -> dict[str, list[float]]:
     """Seconds of `4 * repeats` decode steps on random keys and values; the context grows by one token at each."""
-    steps = 4 * repeats + 2
+    steps = 4 * repeats + 1 + GPU_WARM_UPS
     per_row = -(-(context + steps) // (pool_options["block_size"] or 16))
     pool = PagePool.for_model(model, num_blocks=rows * per_row, **pool_options)
     caches: dict[str, Any] = dict(default=DynamicCache(config=model.config), paged=PagedCache(pool))
@@ -141,10 +165,12 @@ def _steps(
         if not isinstance(layer, LayerGeometry):
             continue
         dims = (layer.key_dim, layer.value_dim)
-        key, value = (torch.randn(rows, layer.kv_heads, context, dim, dtype=pool.dtype) for dim in dims)
+        key, value = (
+            torch.randn(rows, layer.kv_heads, context, dim, dtype=pool.dtype, device=model.device) for dim in dims
+        )
         for cache in caches.values():
             cache.update(key, value, index)
-    tokens = torch.randint(3, model.config.get_text_config().vocab_size, (rows, 1))
+    tokens = torch.randint(3, model.config.get_text_config().vocab_size, (rows, 1), device=model.device)
 
     def step(side: str, attention: str) -> Callable[[], None]:
         def run() -> None:
@@ -153,6 +179,6 @@ def _steps(
 
         return run
 
-    seconds = interleave(dict(default=step("default", "sdpa"), paged=step("paged", "paged")), steps - 1, progress)
+    seconds = interleave(dict(default=step("default", "sdpa"), paged=step("paged", "paged")), 4 * repeats, progress)
     caches["paged"].release()
     return seconds

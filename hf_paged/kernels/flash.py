@@ -137,7 +137,7 @@ class Flash(Backend):
             return q.new_zeros((num_tokens, heads, value_dim))
         key_width, value_width = self.storage_dims(k_pool.shape[-1], value_dim)
         out = self._call(
-            pad(q, (0, key_width - q.shape[-1])),
+            q if q.shape[-1] == key_width else pad(q, (0, key_width - q.shape[-1])),  # which copies also by 0
             _widened(k_pool, key_width),
             _widened(v_pool, value_width),
             block_table,

@@ -222,7 +222,9 @@ def _check_attention(
         or not (
             sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (num_heads,) and sinks.is_contiguous())
         )
-        or any(tensor.device != q.device for tensor in (k_pool, v_pool, block_table, seq_lens, cu_seqlens_q))
+        or any(
+            x.device != q.device for x in (k_pool, v_pool, block_table, seq_lens, cu_seqlens_q, sinks) if x is not None
+        )
     ):
         raise ValueError(
             "attention: these do not fit together, or are not on one device, of one of the types float32, bfloat16 and "
@@ -248,7 +250,7 @@ def _check_write(
         or (source is None and slots.shape != (rows * per_row,))
         or (source is not None and (source.dtype != torch.int64 or source.shape != slots.shape))
         or (source is not None and not source.is_contiguous())
-        or any(tensor.device != key.device for tensor in (k_pool, v_pool, value, slots))
+        or any(x.device != key.device for x in (k_pool, v_pool, value, slots, source) if x is not None)
     ):
         raise ValueError(
             f"write: keys {_describe(key)}, values {_describe(value)} do not fit into pools {_describe(k_pool)}, "
