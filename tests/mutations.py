@@ -116,15 +116,15 @@ MUTANTS = [
     Mutant(
         "a window slides one token too far",
         "state.py",
-        "tables.slide(tables.lengths - group.window + 1)",
-        "tables.slide(tables.lengths - group.window + 2)",
+        "tables.slide(group.first_seen(tables.lengths))",
+        "tables.slide(group.first_seen(tables.lengths) + 1)",
         "test_machine.py",
     ),
     Mutant(
         "a window keeps one token too many",
         "state.py",
-        "tables.slide(tables.lengths - group.window + 1)",
-        "tables.slide(tables.lengths - group.window)",
+        "tables.slide(group.first_seen(tables.lengths))",
+        "tables.slide(group.first_seen(tables.lengths) - 1)",
         "test_windows.py",
     ),
     Mutant(
@@ -230,8 +230,8 @@ MUTANTS = [
     Mutant(
         "a window adopts too little",
         "prefix.py",
-        "max(window - 1, 1)) // self.manager.block_size",
-        "max(window - 2, 1)) // self.manager.block_size",
+        "min(first, length - 1)) // self.manager.block_size",
+        "min(first, length - 1) + 1) // self.manager.block_size",
         "test_prefix.py -k window",
     ),
     Mutant(
