@@ -31,7 +31,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(tasks.STEPS, name, tasks.StepTask(2, 40))
     for name, value in dict(ROWS=2, CONTEXT=40, LAYERS=2).items():
         monkeypatch.setattr(ops, name, value)
-    for name, value in dict(TURN_TOKENS=20, ANSWER_TOKENS=4).items():
+    for name, value in dict(TURN_TOKENS=20, ANSWER_TOKENS=4, GRPO_ROWS=3, GRPO_PROMPT=20, GRPO_NEW=4).items():
         monkeypatch.setattr(pipelines, name, value)
 
 

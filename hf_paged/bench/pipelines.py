@@ -1,7 +1,9 @@
-"""The tasks that call `generate` again and again with prompts that begin alike: a chat, a few-shot evaluation."""
+"""The tasks that call `generate` again and again on prompts that begin alike: a chat, reinforcement learning."""
 
 from __future__ import annotations
 
+import functools
+import time
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from .measure import Row, interleave, median
 from .tasks import Progress, agreement, prompts
 
 TURNS, TURN_TOKENS, ANSWER_TOKENS = 4, 200, 64
+GRPO_ROWS, GRPO_PROMPT, GRPO_NEW = 8, 512, 64
 
 
 def run_chat(model: Any, pool_options: dict[str, Any], repeats: int, progress: Progress) -> Row:
@@ -67,4 +70,47 @@ def run_chat(model: Any, pool_options: dict[str, Any], repeats: int, progress: P
     )
 
 
-PIPELINES = {"chat": run_chat}
+def run_grpo(model: Any, pool_options: dict[str, Any], repeats: int, progress: Progress) -> Row:
+    """Reinforcement learning as TRL's trainers do it: a prompt in `GRPO_ROWS` equal rows, sampled, then backward and an
+    optimizer step on two of them, and all that once more with the new weights. The time of `generate` alone."""
+    vocabulary = model.config.get_text_config().vocab_size
+    prompt = prompts(vocabulary, [GRPO_PROMPT])["input_ids"].to(model.device).repeat(GRPO_ROWS, 1)
+    size = pool_options["block_size"] or 16
+    pool = PagePool.for_model(model, num_blocks=2 * GRPO_ROWS * ((GRPO_PROMPT + GRPO_NEW) // size + 2), **pool_options)
+    length = dict(max_new_tokens=GRPO_NEW, min_new_tokens=GRPO_NEW, pad_token_id=0, do_sample=True)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    seen: dict[str, Tensor] = {}
+    seconds: dict[str, list[float]] = {"default": [], "paged": []}
+    hits: list[int] = []
+
+    def train(side: str) -> None:
+        model.load_state_dict(weights)
+        optimizer, spent = torch.optim.SGD(model.parameters(), lr=1e-2), 0.0
+        torch.manual_seed(0)
+        for _ in range(2):
+            model.set_attn_implementation("paged" if side == "paged" else "sdpa")
+            before, start = pool.stats().prefix_hit_tokens, time.perf_counter()
+            cache = PagedCache(pool) if side == "paged" else None
+            out = model.generate(prompt, attention_mask=torch.ones_like(prompt), **length, **{CACHE_NAME: cache})
+            spent += time.perf_counter() - start
+            hits.append(pool.stats().prefix_hit_tokens - before)
+            model(out[:2], labels=out[:2]).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        seconds[side].append(spent)
+        seen[side] = out
+
+    interleave({side: functools.partial(train, side) for side in seconds}, repeats, progress, collect=True)
+    model.load_state_dict(weights)
+    default, paged = (median(runs[1:]) for runs in seconds.values())
+    tokens = GRPO_ROWS * (GRPO_PROMPT + GRPO_NEW)
+    kv = dict(default=tokens * pool.bytes_per_block // size, paged=pool.stats().peak_used * pool.bytes_per_block)
+    notes = dict(
+        kv_bytes=kv, tokens=agreement(seen["default"], seen["paged"], GRPO_PROMPT), what=f"{sum(hits)} stale hits"
+    )
+    return Row(
+        "grpo", default, paged, default_runs=seconds["default"][1:], paged_runs=seconds["paged"][1:], notes=notes
+    )
+
+
+PIPELINES = {"chat": run_chat, "grpo": run_grpo}
