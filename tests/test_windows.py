@@ -217,3 +217,15 @@ def test_masks_that_look_back_further_than_the_cache(
         pytest.raises(RuntimeError, match=r"keeps a window of 8 tokens.*implementation=.paged"),
     ):
         llama.generate(**inputs, max_new_tokens=20, **flags, **{CACHE: cache})
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 4])
+def test_not_one_block_more_than_the_window_shows(block_size: int) -> None:
+    """Token by token: the blocks of the last 5 tokens, exactly."""
+    pool = PagePool([LayerGeometry(1, 8, 8, window=5)], num_blocks=40, block_size=block_size, kernel="reference")
+    cache = PagedCache(pool)
+    for length in range(1, 30):
+        keys = torch.zeros(1, 1, 1, 8)
+        cache.update(keys, keys, 0)
+        first = max(0, length - 5)
+        assert pool.stats().used == (length - 1) // block_size - first // block_size + 1
