@@ -25,15 +25,14 @@ CORE = [
     "attention",
     "beams",
     "cache",
-    "compile",
     "decoding_modes",
+    "encoder_decoder",
     "generate",
     "hybrids",
     "multimodal",
     "packing",
-    "padding",
 ]
-CORE += ["prefill_patch", "reuse", "text", "windows"]
+CORE += ["padding", "prefill_patch", "prefix_caching", "reuse", "text", "tree", "windows"]
 ROOT = Path(__file__).parent.parent
 
 
