@@ -20,7 +20,6 @@ CACHE_NAME = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).p
 # What assisted decoding asks for on its assistant's behalf, as `cache_implementation`; a name for it up to 5.10.
 ASSISTANT_CACHES = (None, "dynamic_full")
 
-# Up to 5.17, `crop(n)` with n >= 0 means "keep n positions"; since then only "remove -n" is left, and 0 removes nothing.
 # What `crop(0)` keeps: nothing up to about 5.10, where the argument is a length, and everything in later releases.
 CROP_ZERO_KEEPS_ALL = "tokens_to_remove" in inspect.signature(cache_utils.DynamicLayer.crop).parameters
 
@@ -31,6 +30,28 @@ CROP_TO_LENGTH = RELEASE < (5, 18)
 # where it holds a single state, the whole layer stays transformers' own.
 LinearAttentionLayer: Any = getattr(cache_utils, "LinearAttentionLayer", type("NoStates", (), {}))
 HAS_HYBRID_LAYERS = "number_of_states" in inspect.signature(LinearAttentionLayer.__init__).parameters
+
+# Whether a prefill in chunks goes on from what is cached. In 5.17 it starts over, whatever the cache holds.
+CHUNKS_GO_ON = RELEASE >= (5, 24)
+
+
+def makes_own_cache(model: Any) -> bool:
+    """Whether a model has states and no `Cache` of this release can hold them: 5.0 has one of its own for every such model."""
+    return not hasattr(cache_utils, "LinearAttentionLayer") and bool(getattr(model, "_is_stateful", False))
+
+
+def positions_in_modules(model: Any) -> bool:
+    """Whether a model notes in itself, per row of the batch, how far positions and tokens are apart. Later releases ask for
+    positions before the prefill, and those of a call are there for all its steps."""
+    return RELEASE < (5, 10) and any(hasattr(module, "rope_deltas") for module in model.modules())
+
+
+def after_chunks(model_kwargs: dict[str, Any], width: int) -> None:
+    """Note that `width` positions have been computed. Up to 5.9 a prefill in chunks counts one more, with which every window
+    would end one token early."""
+    positions = model_kwargs.get("cache_position")
+    if positions is not None:
+        model_kwargs["cache_position"] = positions.new_tensor([width - 1])
 
 
 def only_states(cache: Any) -> bool:

@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_outputs import BaseModelOutput
 
 from .blocks import Int64
-from .compat import CACHE_NAME, HAS_HYBRID_LAYERS
+from .compat import CACHE_NAME, HAS_HYBRID_LAYERS, makes_own_cache
 from .kernels.backend import SINKS, SOFTCAP
 
 logger = logging.getLogger(__name__)
@@ -102,8 +102,13 @@ def layers_of(model: Any) -> list[LayerGeometry | OwnLayer]:
     The kinds come from the config, as transformers itself reads it, and the geometry from one token that runs through the
     model: no config tells it for every architecture (latent attention, heads that differ from layer to layer, layers that
     share their keys). Where the model cannot be run like that, the config has to do; raises `ValueError` where that names
-    layers whose shape it does not tell.
+    layers whose shape it does not tell, and for a model whose states no `Cache` of this release holds.
     """
+    if makes_own_cache(model):
+        raise ValueError(
+            f"{type(model).__name__} has convolution or recurrent states, and this release of transformers keeps them in a "
+            "cache of the model's own: use transformers 5.10 or newer"
+        )
     try:
         cache = measure(model)
     except Exception as error:

@@ -1,7 +1,7 @@
 """Assisted decoding and prompt lookup that go on from a filled cache, and leave it as it was found.
 
 Wraps       `transformers.generation.GenerationMixin._assisted_decoding`
-Checked     transformers 5.24.0
+Checked     transformers 5.10.4, 5.17.0, 5.24.0; not needed in 5.0.0, and not installed there
 Acts        only where the cache is a `PagedCache`, or the halves of an encoder-decoder model's
 Why         upstream feeds the whole sequence in its first step, also when part of it is cached, so those tokens would stand
             in the cache twice; no hook lies before that step. And it makes the cache keep what leaves a window, for its

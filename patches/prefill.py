@@ -25,7 +25,7 @@ from transformers.generation import GenerationMixin
 
 from hf_paged import packing, reuse
 from hf_paged.cache import PagedCache
-from hf_paged.compat import only_states
+from hf_paged.compat import CHUNKS_GO_ON, after_chunks, only_states, positions_in_modules
 from hf_paged.encoder_decoder import PagedEncoderDecoderCache
 from hf_paged.layout import STATE_IN_MODULES
 from hf_paged.rows import CACHE_NAMES, ENCODED, ROW_WISE, chosen_rows, draws_at_random, equal_rows, repeat_rows
@@ -94,8 +94,10 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
                 if outputs is None:
                     if prompt is not None and fresh:
                         reuse.adopt_at_common_width(prompt, cache)
-                    with _chunks_for_windows(self, input_ids, generation_config, model_kwargs, cache):
+                    with _chunks(self, input_ids, generation_config, model_kwargs, cache):
                         outputs = upstream(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+                        if generation_config.prefill_chunk_size is not None:
+                            after_chunks(model_kwargs, cached_positions(cache))
             except BaseException:
                 if fresh:
                     cache.rewind(0)
@@ -106,7 +108,7 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
             return outputs
 
         random = draws_at_random(self) or self.config.model_type in STATE_IN_MODULES  # or in a state out of reach
-        groups = None if random else equal_rows(input_ids, model_kwargs, cache)
+        groups = None if random or positions_in_modules(self) else equal_rows(input_ids, model_kwargs, cache)
         if groups is None:
             return run(input_ids, model_kwargs)
 
@@ -160,28 +162,34 @@ def _run_packed(
 
 
 @contextlib.contextmanager
-def _chunks_for_windows(
+def _chunks(
     model: Any, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], cache: PagedCache
 ) -> Iterator[None]:
-    """Prefill a long prompt in chunks where layers with a window would else keep all of it until the next step. Only where
-    nothing but the last logits is asked for."""
+    """Choose the size of the chunks that the prefill is cut into: none where upstream would start over, though something is
+    cached."""
+    given, cached = generation_config.prefill_chunk_size, cached_positions(cache)
+    size = given or _chunk_for_windows(model, input_ids.shape[1] - cached, model_kwargs, cache)
+    generation_config.prefill_chunk_size = size if CHUNKS_GO_ON or not cached else None
+    try:
+        yield
+    finally:
+        generation_config.prefill_chunk_size = given
+
+
+def _chunk_for_windows(model: Any, length: int, model_kwargs: dict[str, Any], cache: PagedCache) -> int | None:
+    """The size of the chunks for a long prompt where layers with a window would else keep all of it until the next step. Only
+    where nothing but the last logits is asked for."""
     window = max(group.window for group in cache.pool.groups)
     chunk = max(window, MIN_CHUNK)
     if (
         not window
         or cache.cross_attention is not None  # upstream would cut the encoder's mask
-        or generation_config.prefill_chunk_size is not None
         or model.config.model_type in STATE_IN_MODULES
-        or input_ids.shape[1] - cached_positions(cache) < 2 * chunk
+        or length < 2 * chunk
         or not packing.asked_for(model_kwargs) <= ROW_WISE | {"use_cache", "logits_to_keep", *CACHE_NAMES}
     ):
-        yield
-        return
-    generation_config.prefill_chunk_size = chunk
-    try:
-        yield
-    finally:
-        generation_config.prefill_chunk_size = None
+        return None
+    return chunk
 
 
 def covers_everything(input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]) -> bool:

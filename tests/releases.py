@@ -21,19 +21,9 @@ from pathlib import Path
 
 RELEASES = ["5.0.0", "5.10.4", "5.17.0", "5.24.0"]
 # What touches transformers, without its list of architectures. The kernels and the block tables know nothing of it.
-CORE = [
-    "attention",
-    "beams",
-    "cache",
-    "compile",
-    "decoding_modes",
-    "generate",
-    "hybrids",
-    "multimodal",
-    "packing",
-    "padding",
-]
-CORE += ["prefill_patch", "reuse", "text", "windows"]
+CORE = ["attention", "beams", "cache", "decoding_modes", "enable", "enable_callers", "encoder_decoder", "generate"]
+CORE += ["hybrids", "multimodal", "packing", "padding", "prefill_patch", "prefix_caching", "reuse", "text", "tree"]
+CORE += ["windows"]
 ROOT = Path(__file__).parent.parent
 
 

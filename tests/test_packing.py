@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import CACHE, default, make_pool, paged, prompts
+from tiny import CACHE, KNOWS_POSITIONS, default, make_pool, paged, prompts
 
 from hf_paged import PagedCache, PoolExhausted, packing
-from hf_paged.compat import RELEASE
 
-pytestmark = pytest.mark.skipif(RELEASE < (5, 10), reason="positions are not known before the prefill: runs padded")
+pytestmark = pytest.mark.skipif(not KNOWS_POSITIONS, reason="positions are not known before the prefill: runs padded")
 
 
 @contextlib.contextmanager
