@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -227,16 +228,16 @@ def test_shortage_is_an_error_that_changes_nothing(llama: Any) -> None:
 def test_assistants(who: str, kind: str, model_of: Callable[[str], Any], no_gc: None) -> None:
     """Either model may be enabled. mistral has windows, out of which the assistant's blocks must not leave for good."""
     assistant, inputs = tiny.build(kind, "sdpa", seed=5), prompts([13])
-    with untouched(model_of(kind)) as model, untouched(assistant):
+    with untouched(model_of(kind)) as model, untouched(assistant), contextlib.ExitStack() as stack:
         want = generate(model, inputs, max_new_tokens=40)
-        handles = [enabled(one) for one, name in ((model, "main"), (assistant, "assistant")) if who in (name, "both")]
+        ones = [one for one, name in ((model, "main"), (assistant, "assistant")) if who in (name, "both")]
+        handles = [stack.enter_context(enabled(one)) for one in ones]
         with tiny.upstream():  # where the model itself keeps its default cache
             got = generate(model, inputs, max_new_tokens=40, assistant_model=assistant)
         assert torch.equal(want, got)
         for handle in handles:
             assert handle.pool.stats().used == 0 < handle.pool.stats().peak_used
             handle.pool.check_integrity()
-            handle.disable()
 
 
 @pytest.mark.parametrize("flags", [dict(), dict(num_beams=3), dict(do_sample=True, num_return_sequences=2)])
