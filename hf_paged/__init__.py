@@ -3,6 +3,7 @@
 Importing it registers `attn_implementation="paged"` and applies the patches (`HF_PAGED_PATCHES=0` turns those off).
 """
 
+import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from .attention import paged_attention
@@ -30,5 +31,6 @@ __all__ = [
 ]
 
 AttentionInterface.register("paged", paged_attention)
-AttentionMaskInterface.register("paged", paged_mask)
+# The mask function talks to a cache, and Dynamo stumbles over what it is given.
+AttentionMaskInterface.register("paged", torch.compiler.disable(paged_mask))  # type: ignore[no-untyped-call]
 _apply_patches()

@@ -140,13 +140,13 @@ def test_generate(kind: str, model_of: Callable[[str], Any], sent: list[int]) ->
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 def test_compiled_forward(llama: Any, sent: list[int]) -> None:
-    inputs, forward = prompts([9, 5]), llama.forward
+    inputs = prompts([9, 5])
     want = default(llama, inputs, max_new_tokens=6)
-    llama.forward = torch.compile(forward, backend="eager")
+    llama.forward = torch.compile(llama.forward, backend="eager")
     try:
         assert torch.equal(want, paged(llama, inputs, make_pool(llama), max_new_tokens=6))
     finally:
-        llama.forward = forward
+        del llama.forward
         torch._dynamo.reset()
 
 
