@@ -267,7 +267,7 @@ MUTANTS = [
         "reuse.py",
         "if history is None or history.root != root or history.known < cached:",
         "if history is None or history.known < cached:",
-        "test_machine.py",
+        "test_prefix_caching.py -k changed_weights",
     ),
     Mutant(
         "only the first weight counts",
@@ -296,20 +296,6 @@ MUTANTS = [
         "            self._settle()\n            nothing",
         "            nothing",
         "test_faults.py -k interrupt",
-    ),
-    Mutant(
-        "tokens of a pass that never was are remembered",
-        "state.py",
-        "        self.history.crop(self.width)\n        return known if told",
-        "        return known if told",
-        "test_faults.py -k by_hand",
-    ),
-    Mutant(
-        "tokens that a crop removed stay known",
-        "history.py",
-        "self.known = min(self.known, width)",
-        "pass",
-        "test_prefix_caching.py -k 'hand or lookup'",
     ),
     Mutant(
         "tokens fed by hand are taken for those of generate",
