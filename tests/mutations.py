@@ -267,7 +267,7 @@ MUTANTS = [
         "reuse.py",
         "if history is None or history.root != root or history.known < cached:",
         "if history is None or history.known < cached:",
-        "test_prefix_caching.py -k changed_weights",
+        "test_prefix_caching.py -k from_before",
     ),
     Mutant(
         "only the first weight counts",
