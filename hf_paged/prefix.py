@@ -87,7 +87,7 @@ class PrefixIndex:
         with self.manager.lock:
             nodes: list[Node] = []
             parent = self._roots.get(root)
-            for block in self._blocks(tokens[: self._blocks_for(limit) * self.manager.block_size]):
+            for block in self.blocks(tokens[: self._blocks_for(limit) * self.manager.block_size]):
                 node = None if parent is None else self._child(parent, block)
                 if node is None or any(f == UNUSED for f, group in zip(node.frames, self._groups) if not group.window):
                     break
@@ -132,7 +132,7 @@ class PrefixIndex:
     def _blocks_for(self, length: int) -> int:
         return -(-length // self.manager.block_size)
 
-    def _blocks(self, tokens: Int64) -> list[bytes]:
+    def blocks(self, tokens: Int64) -> list[bytes]:
         """The tokens of every full block."""
         size = self.manager.block_size
         full = np.ascontiguousarray(tokens[: len(tokens) // size * size], np.int64)
@@ -145,7 +145,7 @@ class PrefixIndex:
         with self.manager.lock:
             nodes: list[Node] = []
             parent = self._roots.setdefault(root, Node(root))
-            for index, block in enumerate(self._blocks(tokens)):
+            for index, block in enumerate(self.blocks(tokens)):
                 node = self._child(parent, block)
                 if node is None:
                     digest = digest_of(parent.digest, block)

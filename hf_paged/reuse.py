@@ -18,7 +18,7 @@ from .blocks import Int64
 from .history import History
 from .packing import ALLOWED, asked_for, keeps_only_blocks
 from .plan import Bool
-from .prefix import Match, digest_of
+from .prefix import Match, PrefixIndex, digest_of
 from .rows import draws_at_random
 from .state import CacheState, Packing
 
@@ -124,7 +124,7 @@ def compute_shared(
     """Compute what several rows begin with, and leave it in the prefix index: shorter beginnings first, the longer ones go on
     from there."""
     pool, size = cache.pool, cache.pool.block_size
-    chains = [_digests(row[:limit], size) for row, limit in zip(prompt.rows, prompt.limits)]
+    chains = [_digests(row[:limit], pool.prefixes) for row, limit in zip(prompt.rows, prompt.limits)]
     rows_with = Counter(digest for chain in chains for digest in chain)
     ends: dict[bytes, tuple[int, int]] = {}  # of a shared beginning: its length in blocks, a row that has it
     for row, chain in enumerate(chains):
@@ -140,10 +140,10 @@ def compute_shared(
                 _prefill_alone(model, tokens, generation_config, model_kwargs, cache, alone)
 
 
-def _digests(tokens: Int64, size: int) -> list[bytes]:
+def _digests(tokens: Int64, prefixes: PrefixIndex) -> list[bytes]:
     chain, digest = [], b""
-    for block in np.ascontiguousarray(tokens[: len(tokens) // size * size], np.int64).reshape(-1, size):
-        digest = digest_of(digest, block.tobytes())
+    for block in prefixes.blocks(tokens):
+        digest = digest_of(digest, block)
         chain.append(digest)
     return chain
 
