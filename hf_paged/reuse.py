@@ -19,7 +19,6 @@ from .history import History
 from .packing import ALLOWED, asked_for, keeps_only_blocks
 from .plan import Bool
 from .prefix import Match, PrefixIndex, digest_of
-from .rows import draws_at_random
 from .state import CacheState, Packing
 
 if TYPE_CHECKING:
@@ -50,8 +49,8 @@ class Adoption(NamedTuple):
 
 
 def read(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any], cache: PagedCache) -> Prompt | None:
-    """What this prefill, of ids for the whole sequence or for what follows the cache, is about. None where keys and values
-    may depend on more than ids, or where it isn't known what the cache holds."""
+    """What this prefill, of ids for the whole sequence or for what follows the cache, is about, in a model that draws nothing
+    at random. None where keys and values may depend on more than ids, or where it isn't known what the cache holds."""
     state = cache._state
     if not _depends_on_ids_alone(model, input_ids, model_kwargs, state):
         return None
@@ -74,8 +73,7 @@ def read(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any], cache: Pag
 def _depends_on_ids_alone(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any], state: CacheState) -> bool:
     mask = model_kwargs.get("attention_mask")
     return (
-        not draws_at_random(model)
-        and not model.config.is_encoder_decoder
+        not model.config.is_encoder_decoder
         and model.config.model_type not in TELLS_STEPS_APART
         and model.config._attn_implementation == "paged"
         and input_ids.dim() == 2

@@ -80,10 +80,11 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
         if cache is None:
             return upstream(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
         leave_one_token(input_ids, generation_config, model_kwargs, cache)
+        random = draws_at_random(self)
 
         def run(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Any:
             state, fresh = cache._state, not cached_positions(cache)
-            prompt = reuse.read(self, input_ids, model_kwargs, cache)
+            prompt = None if random else reuse.read(self, input_ids, model_kwargs, cache)
             if prompt is not None and fresh:
                 reuse.compute_shared(self, prompt, generation_config, model_kwargs, cache)
             state.history = None if prompt is None else prompt.history
@@ -107,8 +108,8 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
             state.remember()
             return outputs
 
-        random = draws_at_random(self) or self.config.model_type in STATE_IN_MODULES  # or in a state out of reach
-        groups = None if random or positions_in_modules(self) else equal_rows(input_ids, model_kwargs, cache)
+        apart = random or self.config.model_type in STATE_IN_MODULES or positions_in_modules(self)
+        groups = None if apart else equal_rows(input_ids, model_kwargs, cache)
         if groups is None:
             return run(input_ids, model_kwargs)
 
