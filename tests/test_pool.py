@@ -58,7 +58,7 @@ def test_for_model_refuses(llama: Any) -> None:
         PagePool.for_model(llama, memory="1GiB", num_blocks=4)
     with pytest.raises(ValueError, match="kernel='warp' is not known"):
         PagePool.for_model(llama, num_blocks=4, kernel="warp")
-    with pytest.raises(ValueError, match="num_blocks=-1 and block_size=16 must both be at least 1"):
+    with pytest.raises(ValueError, match="num_blocks=-1 must be an int of at least 1"):
         PagePool.for_model(llama, num_blocks=-1)
     with pytest.raises(ValueError, match="layers is empty: give one LayerGeometry"):
         PagePool([], num_blocks=4)
