@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import numbers
 import os
 import re
 import threading
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,8 +61,8 @@ class PagePool:
         layers: one `LayerGeometry` per layer, or an `OwnLayer` for one that is not paged. Where none is, the caches of
             this pool hold transformers' own layers only, and take no block.
         num_blocks: the size of the pool, `num_blocks * block_size` tokens.
-        memory: the size in bytes instead, or as text ("4GiB", "500 MB"). Default: a quarter of the machine's memory, or half
-            of what is free on the GPU.
+        memory: the size in bytes instead, or as text ("4GiB", "500 MB"). Default: a quarter of the memory of the machine
+            or container, or half of what is free on the GPU.
         max_memory: a second budget, up to which the pool grows before `PoolExhausted` is raised. CPUs only, where memory is
             taken when it is first written to.
         block_size: tokens per block; None leaves it to the kernel.
@@ -380,11 +382,19 @@ def parse_bytes(memory: int | str, name: str = "memory") -> int:
         raise ValueError(f"{name}={memory!r} is not a size: give bytes, or text like '4GiB' or '500MB'") from None
 
 
+# Where a container finds its own limit: bytes, "max" in version 2 where there is none, more than any machine has in version 1.
+CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
 def default_budget(device: torch.device) -> int:
-    """Half of the free memory of a GPU, a quarter of the memory of the machine otherwise, in bytes."""
+    """Half of the free memory of a GPU, otherwise a quarter of the memory of the machine, or of the container, in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0]) // 2
     try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # not a POSIX system
         return 4 * 2**30
+    for file in CGROUP_LIMITS:
+        with contextlib.suppress(OSError, ValueError):
+            memory = min(memory, int(file.read_text()))
+    return memory // 4

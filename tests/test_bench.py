@@ -225,9 +225,7 @@ def test_what_is_wrong_is_said_first(flags: list[str], says: str, capsys: pytest
     assert exit.value.code == 2 and says in capsys.readouterr().err
 
 
-def test_a_model_that_is_not_there_or_cannot_be_paged_so(folder: str, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=rf"^--model {tmp_path / 'none'}: .*"):
-        main(["bench", "--task", "batch", "--model", str(tmp_path / "none")])
+def test_a_model_that_cannot_be_paged_so(folder: str) -> None:
     with pytest.raises(SystemExit, match="kernel='flash4' cannot serve this pool"):
         main(["bench", "--task", "batch", "--model", folder, "--kernel", "flash4"])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from tiny import CACHE, build, make_pool, poison, prompts
 from transformers import GPTNeoXConfig, MambaConfig, MistralConfig
 
 from hf_paged import LayerGeometry, PagedCache, PagePool, PoolExhausted
+from hf_paged import pool as pool_module
 from hf_paged.layout import geometry_of
 from hf_paged.pool import default_budget, parse_bytes
 
@@ -49,6 +51,21 @@ def test_for_model(llama: Any) -> None:
     default = PagePool.for_model(llama)
     assert 0 < default.num_blocks * default.bytes_per_block <= default_budget(torch.device("cpu"))
     assert "5 blocks of 8 tokens, 3 layers, float32" in repr(PagePool.for_model(llama, num_blocks=5, block_size=8))
+
+
+def test_a_container_has_less_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    files, cpu = [tmp_path / "memory.max", tmp_path / "memory.limit_in_bytes"], torch.device("cpu")
+    monkeypatch.setattr(pool_module, "CGROUP_LIMITS", files)
+    machine = default_budget(cpu)
+    for texts, budget in (
+        (["max\n", None], machine),
+        ([f"{2**24}\n", None], 2**22),
+        ([None, f"{2**25}\n"], 2**23),
+        (["max\n", f"{2**63 - 4096}\n"], machine),
+    ):
+        for file, text in zip(files, texts):
+            file.unlink(missing_ok=True) if text is None else file.write_text(text)
+        assert default_budget(cpu) == budget
 
 
 def test_for_model_refuses(llama: Any) -> None:

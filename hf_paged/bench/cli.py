@@ -17,6 +17,7 @@ import transformers
 from tqdm.auto import tqdm
 
 from .. import PagePool
+from ..doctor import not_a_model
 from ..kernels import BACKENDS
 from . import backends, ops, pipelines, tasks
 from .measure import Row, on_gpu
@@ -143,9 +144,12 @@ class Bench:
         if with_model:
             try:
                 self.model = load(options.model, self.dtype, options.random_weights).to(device)
-                size = PagePool.for_model(self.model, num_blocks=1, **self.asked).block_size
             except (OSError, ValueError) as error:
-                raise SystemExit(f"--model {options.model}: {str(error).splitlines()[0]}") from None
+                raise not_a_model(options.model, error) from None
+            try:
+                size = PagePool.for_model(self.model, num_blocks=1, **self.asked).block_size
+            except ValueError as error:
+                raise SystemExit(f"no pool for {options.model}: {error}") from None
             self.pool_options = {**self.asked, "block_size": size}  # the tasks size their pools by it
 
     def lacking(self, name: str) -> str | None:
