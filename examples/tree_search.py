@@ -38,8 +38,8 @@ class Leaf(NamedTuple):
 def expand(model: Any, leaves: list[Leaf], eos: int) -> list[Leaf]:
     """The likeliest `CHILDREN` of every leaf, all leaves in one forward pass."""
     batch = hf_paged.PagedCache.join([leaf.cache for leaf in leaves])  # rows of any length; copies nothing
-    mask = torch.cat([batch.attention_mask, torch.ones(len(leaves), 1, dtype=torch.long)], 1)
-    last = torch.tensor([leaf.tokens[-1:] for leaf in leaves])
+    mask = torch.cat([batch.attention_mask, torch.ones(len(leaves), 1, dtype=torch.long)], 1).to(model.device)
+    last = torch.tensor([leaf.tokens[-1:] for leaf in leaves], device=model.device)
     logits = model(last, attention_mask=mask, position_ids=mask.sum(1, keepdim=True) - 1, cache=batch).logits
     return [
         child
@@ -64,7 +64,7 @@ def main() -> str | None:
     eos = tokenizer.eos_token_id
     chat = [{"role": "user", "content": QUESTION}]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, return_tensors="pt")
-    ids = prompt["input_ids"]
+    ids = prompt["input_ids"].to(model.device)
     pool = hf_paged.PagePool.for_model(model, memory="1GiB")
 
     start, expanded, most = time.perf_counter(), 0, 0
@@ -92,10 +92,10 @@ def main() -> str | None:
     finished = [leaf for leaf in leaves if leaf.finished] or leaves
     worst = 0.0
     for leaf in finished[:3]:
-        row = torch.cat([ids, torch.tensor([leaf.tokens])], 1)
+        row = torch.cat([ids, torch.tensor([leaf.tokens], device=ids.device)], 1)
         with torch.inference_mode():
             logits = torch.log_softmax(model(row[:, :-1]).logits[0, ids.shape[1] - 1 :], -1)
-        again = float(logits.gather(1, torch.tensor(leaf.tokens)[:, None]).sum())
+        again = float(logits.gather(1, row[0, ids.shape[1] :, None]).sum())
         worst = max(worst, abs(again - leaf.log_probability))
         print(f"{leaf.score:7.3f}  {tokenizer.decode(leaf.tokens, skip_special_tokens=True)!r}")
     print(f"\nlargest difference to a plain forward pass: {worst:.1e}")

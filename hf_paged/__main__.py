@@ -6,15 +6,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from . import doctor
+from .bench import cli
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m hf_paged", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-
-    from . import doctor  # after the parser exists, so that --help needs no model code
-    from .bench import cli
-
     for name, module, text in (
         ("bench", cli, "measure the default cache against hf_paged, side by side"),
         ("doctor", doctor, "say which kernels serve here, and what would give better ones"),

@@ -26,19 +26,20 @@ class PoolExhausted(MemoryError):
     """More blocks were asked for than are free, or could be. Nothing has changed: not the tables, not the counts, not the
     contents.
 
-    Attributes: `needed`, `free`, `used` and `num_blocks`, all in blocks.
+    Attributes: `needed`, `free`, `used`, `num_blocks` and `max_blocks`, up to which the pool could grow, all in blocks.
     """
 
-    def __init__(self, needed: int, free: int, used: int, num_blocks: int):
-        self.needed, self.free, self.used, self.num_blocks = needed, free, used, num_blocks
+    def __init__(self, needed: int, free: int, used: int, num_blocks: int, max_blocks: int):
+        self.needed, self.free, self.used, self.num_blocks, self.max_blocks = needed, free, used, num_blocks, max_blocks
+        growth = f", which may grow to {max_blocks}" if max_blocks > num_blocks else ""
         super().__init__(
-            f"the pool is out of blocks: {needed} needed, {free} free of {num_blocks} ({used} in use by live caches). "
+            f"the pool is out of blocks: {needed} needed, {free} free of {num_blocks}{growth} ({used} in use by live caches). "
             "Nothing was changed. Release the caches that are no longer needed (cache.release()), use fewer rows "
             "(batch, num_beams, num_return_sequences) or fewer tokens, or make a larger pool (memory=..., num_blocks=...)"
         )
 
-    def __reduce__(self) -> tuple[type[PoolExhausted], tuple[int, int, int, int]]:
-        return type(self), (self.needed, self.free, self.used, self.num_blocks)
+    def __reduce__(self) -> tuple[type[PoolExhausted], tuple[int, int, int, int, int]]:
+        return type(self), (self.needed, self.free, self.used, self.num_blocks, self.max_blocks)
 
 
 class IntegrityError(RuntimeError):
@@ -148,7 +149,7 @@ class BlockManager:
             reserved = self.num_reserved
             lacking = count - self.num_free - reserved
             if lacking > self.max_blocks - self.num_blocks:
-                raise PoolExhausted(count, self.num_free + reserved, self.num_used, self.num_blocks)
+                raise PoolExhausted(count, self.num_free + reserved, self.num_used, self.num_blocks, self.max_blocks)
             if self.reserve is not None:
                 self.reserve.give_back(min(count - self.num_free, reserved))
             if lacking > 0:

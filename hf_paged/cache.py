@@ -28,7 +28,13 @@ class PagedCache(Cache):
     `cache=` in newer releases of transformers) and for plain forward passes.
 
     Forks, beams and samples share blocks and copy one on write. Blocks come back on `release()`, at the end of a
-    `with` block, or when nobody holds the cache any more. Caches of another `salt` share no prefixes with this one.
+    `with` block, or when nobody holds the cache any more.
+
+    Args:
+        pool: where the blocks come from.
+        salt: caches of different salts find no prefixes of one another, which keeps tenants apart.
+
+    Raises `TypeError` for anything but a `PagePool`, and `RuntimeError` in a process that was forked from the pool's.
     """
 
     def __init__(self, pool: PagePool, *, salt: str = ""):
@@ -120,8 +126,8 @@ class PagedCache(Cache):
 
     @property
     def attention_mask(self) -> Tensor:
-        """Which positions hold tokens, 1, and which are pads, 0: int64 [B, width]. With ones for the new tokens behind it,
-        the mask of the next forward pass."""
+        """Which positions hold tokens, 1, and which are pads, 0: int64 [B, width], on the CPU whatever device
+        the model is on. With ones for the new tokens behind it, the mask of the next forward pass."""
         return torch.from_numpy(self._state._at_width(self._state.width).astype(np.int64))
 
     def fork(self, repeats: int = 1, rows: Any = None) -> PagedCache:

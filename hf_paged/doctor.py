@@ -51,20 +51,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the report. Returns the exit status."""
+    """Print the report. Returns the exit status; exits where the model's config cannot be read."""
     print(report(options.model, DTYPES.get(options.dtype)))
     return 0
 
 
+def not_a_model(name: str, error: Exception) -> SystemExit:
+    """How a command ends that was given such a model."""
+    reason = str(error).splitlines()[0].rstrip(".")
+    return SystemExit(f"--model {name}: {reason}. Give a local folder with a config.json, or a Hub id")
+
+
 def report(name: str | None = None, dtype: torch.dtype | None = None) -> str:
-    """The whole text. `name` is a local folder or a Hub id, of which only the config is read; None: no model."""
+    """The whole text. `name` is a local folder or a Hub id, of which only the config is read; None: no model. Raises
+    `SystemExit` where that does not tell."""
     lines, subject = versions(), TYPICAL
     if name is not None:
         try:
             subject = read_model(name)
-            lines += ["", f"{name}: {subject}", *model_lines(subject)]
         except (OSError, ValueError) as error:
-            lines += ["", f"{name}: {error}", "  so the kernels are asked about a typical model"]
+            raise not_a_model(name, error) from None
+        lines += ["", f"{name}: {subject}", *model_lines(subject)]
     subject = subject if dtype is None else subject._replace(dtype=dtype)
     for device, description in devices().items():
         lines += ["", f"{device}: {description}", *kernel_lines(device, subject)]

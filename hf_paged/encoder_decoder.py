@@ -41,9 +41,16 @@ class PagedEncoderDecoderCache(EncoderDecoderCache):
     Args:
         cache: the self-attention half.
         cross: the cross-attention half, where it is to come from another pool.
+
+    Raises `TypeError` for anything but a `PagedCache`.
     """
 
     def __init__(self, cache: PagedCache, cross: PagedCache | None = None):
+        for half in (cache,) if cross is None else (cache, cross):
+            if not isinstance(half, PagedCache):
+                raise TypeError(
+                    f"PagedEncoderDecoderCache needs a PagedCache, got {type(half).__name__}: pass PagedCache(pool)"
+                )
         cross = cross or cache.cross_attention or PagedCache(cache.pool)
         cache.own(cross)
         self.self_attention_cache = cache
@@ -54,9 +61,23 @@ class PagedEncoderDecoderCache(EncoderDecoderCache):
         """See `PagedCache.fork`."""
         return type(self)(self.self_attention_cache.fork(repeats))
 
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Models write to the halves. Raises `TypeError`."""
+        raise TypeError("a model without an encoder got a PagedEncoderDecoderCache: pass it the PagedCache itself")
+
     def reset(self) -> None:
         """Give the blocks of both halves back and start over."""
         self.self_attention_cache.reset()
+
+    def release(self) -> None:
+        """Give the blocks of both halves back for good. Safe to call twice."""
+        self.self_attention_cache.release()
+
+    def __enter__(self) -> PagedEncoderDecoderCache:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the rows of both halves for beam search."""

@@ -63,7 +63,7 @@ def packable(model: Any, new_ids: Tensor, model_kwargs: dict[str, Any], state: C
         return None
     if not asked_for(model_kwargs) <= ALLOWED or model_kwargs.get("logits_to_keep", 1) != 1:
         return None
-    if positions.shape[0] != len(new_ids):
+    if positions.shape[0] != len(new_ids) or (state.width and state.tables.num_rows != len(new_ids)):
         return None
     if mask is not None and mask.shape[1] != state.width + new_ids.shape[1]:
         return None

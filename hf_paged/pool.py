@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import numbers
 import os
 import re
 import threading
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,8 +61,8 @@ class PagePool:
         layers: one `LayerGeometry` per layer, or an `OwnLayer` for one that is not paged. Where none is, the caches of
             this pool hold transformers' own layers only, and take no block.
         num_blocks: the size of the pool, `num_blocks * block_size` tokens.
-        memory: the size in bytes instead, or as text ("4GiB", "500 MB"). Default: a quarter of the machine's memory, or half
-            of what is free on the GPU.
+        memory: the size in bytes instead, or as text ("4GiB", "500 MB"). Default: a quarter of the memory of the machine
+            or container, or half of what is free on the GPU.
         max_memory: a second budget, up to which the pool grows before `PoolExhausted` is raised. CPUs only, where memory is
             taken when it is first written to.
         block_size: tokens per block; None leaves it to the kernel.
@@ -69,6 +72,10 @@ class PagePool:
         needs: what the model asks of a kernel, of `hf_paged.kernels.FEATURES`. Windows are known from the layers.
         prefix_caching: keep the full blocks of released caches, until the space is needed, for later prompts that start
             alike. Sharing inside one batch does not need it.
+
+    Raises `ValueError` for sizes, dtypes and shapes that cannot be, for a budget that holds no block or is below what the
+    pool starts with, for `memory` together with `num_blocks`, and for a kernel that is unknown or cannot serve; `TypeError`
+    for layers that are none.
     """
 
     def __init__(
@@ -90,6 +97,19 @@ class PagePool:
         self.layers = list(layers)
         if not self.layers:
             raise ValueError("layers is empty: give one LayerGeometry or OwnLayer per layer of the model")
+        for index, layer in enumerate(self.layers):
+            if not isinstance(layer, (LayerGeometry, OwnLayer)):
+                raise TypeError(
+                    f"layers[{index}] is {layer!r}: give a list of LayerGeometry or OwnLayer, one per layer"
+                )
+            if isinstance(layer, LayerGeometry) and min(layer[:3]) < 1:
+                raise ValueError(f"layers[{index}] is {layer}: kv_heads, key_dim and value_dim must be at least 1")
+        for name, value in dict(num_blocks=num_blocks, block_size=block_size).items():
+            whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+            if value is not None and not (whole and value >= 1):
+                raise ValueError(f"{name}={value!r} must be an int of at least 1")
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ValueError(f"dtype={dtype!r} must be a floating-point dtype of torch, such as torch.bfloat16")
         self.geometry = [layer for layer in self.layers if isinstance(layer, LayerGeometry)]
         self.groups = groups_of(self.layers)
         self.group_of = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
@@ -113,7 +133,12 @@ class PagePool:
                 raise ValueError(
                     f"max_memory={max_memory!r}: a pool on {self.device} is allocated whole and cannot grow, set memory instead"
                 )
-            max_blocks = parse_bytes(max_memory) // max(1, self._bytes_per_token * block_size)
+            max_blocks = parse_bytes(max_memory, "max_memory") // max(1, self._bytes_per_token * block_size)
+            if max_blocks < num_blocks:
+                raise ValueError(
+                    f"max_memory={max_memory!r} holds {max_blocks} blocks, but the pool starts with {num_blocks}: give more, "
+                    "or a smaller memory or num_blocks"
+                )
         self.manager = BlockManager(num_blocks, block_size, max_blocks)
         self.prefixes = PrefixIndex(self.manager, self.groups)
         self.prefix_caching = prefix_caching
@@ -145,8 +170,13 @@ class PagePool:
 
         Runs the model once, on one token, to learn the shapes of its keys and values.
 
-        Raises `ValueError` when the budget holds no block, and when both `memory` and `num_blocks` are given.
+        Raises `TypeError` for anything but a model, and what `PagePool` raises.
         """
+        if not all(hasattr(model, name) for name in ("config", "dtype", "device")):
+            raise TypeError(
+                f"for_model needs a model, got {model if isinstance(model, (str, type)) else type(model)!r}: load one with "
+                "AutoModelForCausalLM.from_pretrained(...)"
+            )
         pool = cls(
             layers_of(model),
             num_blocks=num_blocks,
@@ -341,22 +371,30 @@ def bytes_per_token(layers: Sequence[LayerGeometry | OwnLayer], dtype: torch.dty
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
-def parse_bytes(memory: int | str) -> int:
-    """Bytes from a number, or from text like "4GiB", "1.5 GB", "512MiB"."""
+def parse_bytes(memory: int | str, name: str = "memory") -> int:
+    """Bytes from a number, or from text like "4GiB", "1.5 GB", "512MiB". Raises `ValueError`, which calls it `name`."""
     match = re.fullmatch(r"\s*([0-9.]+)\s*([kmgt]?i?)b?\s*", str(memory).lower())
     try:
         if match is None:
             raise ValueError
         return int(float(match[1]) * _UNITS[match[2]])
     except (ValueError, KeyError):
-        raise ValueError(f"memory={memory!r} is not a size: give bytes, or text like '4GiB' or '500MB'") from None
+        raise ValueError(f"{name}={memory!r} is not a size: give bytes, or text like '4GiB' or '500MB'") from None
+
+
+# Where a container finds its own limit: bytes, "max" in version 2 where there is none, more than any machine has in version 1.
+CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 def default_budget(device: torch.device) -> int:
-    """Half of the free memory of a GPU, a quarter of the memory of the machine otherwise, in bytes."""
+    """Half of the free memory of a GPU, otherwise a quarter of the memory of the machine, or of the container, in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0]) // 2
     try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # not a POSIX system
         return 4 * 2**30
+    for file in CGROUP_LIMITS:
+        with contextlib.suppress(OSError, ValueError):
+            memory = min(memory, int(file.read_text()))
+    return memory // 4

@@ -18,6 +18,7 @@ from transformers.generation import GenerationMixin
 
 from hf_paged.cache import PagedCache
 from hf_paged.encoder_decoder import PagedEncoderDecoderCache
+from hf_paged.pool import PagePool
 from hf_paged.rows import CACHE_NAMES
 
 TITLE = "PagedCache for encoder-decoder models"
@@ -33,7 +34,9 @@ def apply() -> str | None:
 
     @functools.wraps(upstream)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        name = next((name for name in CACHE_NAMES if kwargs.get(name) is not None), None)
+        given = [name for name in CACHE_NAMES if kwargs.get(name) is not None]
+        refuse_misused([kwargs[name] for name in given])
+        name = given[0] if given else None
         pair = paired(kwargs[name]) if name and self.config.is_encoder_decoder else None
         if pair is None or name is None:
             return upstream(self, *args, **kwargs)
@@ -50,6 +53,17 @@ def apply() -> str | None:
     generate._hf_paged = True  # type: ignore[attr-defined]
     GenerationMixin.generate = generate
     return None
+
+
+def refuse_misused(caches: list[Any]) -> None:
+    """Raise for what stands under the names of a cache in a call of `generate` and cannot be meant: what a `PagedCache` is made
+    of or from (`TypeError`), or two of which one would be ignored (`ValueError`)."""
+    for cache in caches:
+        if isinstance(cache, PagePool) or (isinstance(cache, type) and issubclass(cache, PagedCache)):
+            what = "the pool" if isinstance(cache, PagePool) else "the class"
+            raise TypeError(f"generate needs a PagedCache, got {what}: pass PagedCache(pool)")
+    if any(cache is not caches[0] for cache in caches) and any(paired(cache) for cache in caches):
+        raise ValueError(f"{' and '.join(CACHE_NAMES)} name two caches of one call: pass one of them")
 
 
 def paired(cache: Any) -> PagedEncoderDecoderCache | None:

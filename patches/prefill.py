@@ -79,6 +79,8 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
         cache = paged_in(model_kwargs)
         if cache is None:
             return upstream(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+        if model_kwargs.get("use_cache") is False:
+            raise ValueError("generate got a PagedCache and use_cache=False: leave one of the two away")
         leave_one_token(input_ids, generation_config, model_kwargs, cache)
         random = draws_at_random(self)
 

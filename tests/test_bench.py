@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import types
 from pathlib import Path
 from typing import Any
 
@@ -94,10 +95,12 @@ def test_the_backends_compute_what_they_should(monkeypatch: pytest.MonkeyPatch) 
     for name, kernel in list(backends.KERNELS.items()):
         monkeypatch.setitem(backends.KERNELS, name, lambda *a, name=name, kernel=kernel: outs[name].append(kernel(*a)))
     generator = torch.Generator().manual_seed(0)
-    layers = [torch.randn(backends._numbers(), generator=generator) for _ in range(2)]
+    cpu = torch.device("cpu")
+    shape = backends.shape_on(cpu)
+    layers = [torch.randn(shape.numbers, generator=generator) for _ in range(2)]
     for name in ("reference", "cpu"):
         outs[name] = []
-        backends._attention(name, layers, torch.device("cpu"))()
+        backends._attention(name, layers, cpu, shape)()
     for want, got in zip(outs["reference"], outs["cpu"]):
         assert torch.allclose(want, got, atol=1e-5) and want.shape == (2, ops.HEADS, ops.HEAD_DIM)
 
@@ -112,20 +115,30 @@ def test_the_static_cache_is_a_third_way(monkeypatch: pytest.MonkeyPatch) -> Non
     )
     options: dict[str, Any] = dict(block_size=4, kernel=None)
     row = tasks.run_generate("batch", model, options, 1, iter, with_static=True)
-    assert row.notes["static"] > 0 and used.count("static") == 3 and used.count(None) == 4
+    assert row.notes["static"] > 0 and used.count("static") == 4 and used.count(None) == 4
     other = tasks.run_generate("ragged", model, options, 1, iter, with_static=True)
     assert "static" not in other.notes
-    lines = cli.table([row, other], {}).splitlines()
+    lines = [*cli.header({}, True).splitlines(), cli.line(row, True), cli.line(other, True)]
     assert "| static, compiled |" in lines[2] and len({line.count("|") for line in lines[2:]}) == 1
+
+
+@pytest.mark.parametrize("succeeds", [0, 3])
+def test_a_static_cache_that_fails(succeeds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, or while it is measured. It is not tried again."""
+    model, calls = tiny.build("llama", "sdpa"), []
+    generate = type(model).generate
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("cache_implementation") == "static":
-            raise ValueError("no static cache")
+            calls.append("static")
+            if len(calls) > succeeds:
+                raise ValueError("no static cache\nat all")
         return generate(*args, **kwargs)
 
     monkeypatch.setattr(type(model), "generate", refuse)
-    row = tasks.run_generate("batch", model, options, 1, iter, with_static=True)
+    row = tasks.run_generate("batch", model, dict(block_size=4, kernel=None), 1, iter, with_static=True)
     assert row.notes["static_cache_failed"] == "ValueError: no static cache" and "static" not in row.notes
+    assert row.default > 0 and row.paged > 0 and len(calls) == succeeds + 1
 
 
 def test_agreement() -> None:
@@ -147,4 +160,121 @@ def test_the_gpu_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "on_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
     interleave(dict(a=lambda: calls.append("a")), 2)
-    assert calls == ["a"] * measure.GPU_WARM_UPS + ["wait", "a", "wait"] * 2
+    assert calls == ["a"] + ["wait", "a", "wait"] * 2
+
+
+def test_grpo_waits_for_the_gpu_around_generate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And counts what was measured only, however often it was warmed up."""
+    model, calls = tiny.build("llama", "sdpa"), []
+    generate = type(model).generate
+    monkeypatch.setattr(type(model), "generate", lambda *a, **k: calls.append("generate") or generate(*a, **k))
+    monkeypatch.setattr(pipelines, "finish", lambda: calls.append("wait"))
+    clock = types.SimpleNamespace(perf_counter=lambda: calls.append("clock") or float(len(calls)))
+    monkeypatch.setattr(pipelines, "time", clock)
+    row = pipelines.run_grpo(model, dict(block_size=4, kernel=None), 2, iter)
+    assert calls == ["wait", "clock", "generate", "wait", "clock"] * 2 * 2 * 3  # steps, sides, runs
+    assert row.default_runs == row.paged_runs == [6.0, 6.0]  # from clock to clock: 3 calls, in each of two steps
+
+
+def test_decode_leaves_the_block_size_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    pool = ops.PagePool
+    monkeypatch.setattr(ops, "PagePool", lambda *a, **k: made.append((k["kernel"], k["block_size"])) or pool(*a, **k))
+    monkeypatch.setattr(backends.BACKENDS["cpu"], "block_size", 32)
+    for asked in (None, 8):
+        options: dict[str, Any] = dict(block_size=asked, kernel=None)
+        ops.run_decode(torch.float32, options, 1, iter)
+    assert made == [(None, 32), (None, 8)]
+
+
+def test_a_gpu_has_fewer_repeats_and_larger_kernels(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert backends.shape_on(torch.device("cuda")) == (4 * ops.ROWS, 4 * ops.CONTEXT, 2)
+    repeats: list[int] = []
+    monkeypatch.setattr(
+        ops, "run_reorder", lambda repeat, *args: repeats.append(repeat) or measure.Row("reorder", 1, 1)
+    )
+    monkeypatch.setattr(cli, "describe", lambda options: {})
+    for device in ("cuda", "cpu"):
+        monkeypatch.setattr(cli, "device_of", lambda name: torch.device(name))
+        assert main(["bench", "--task", "reorder", "--device", device]) == 0
+    assert repeats == [cli.GPU_REPEATS, cli.REPEATS]
+
+
+def test_every_task_is_described() -> None:
+    assert list(cli.ABOUT) == [*cli.TASKS, "kernels"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--repeats", "0"], "argument --repeats: 0 must be a whole number of at least 1"),
+        (["--repeats", "2.5"], "argument --repeats: 2.5 must be"),
+        (["--threads", "-1"], "argument --threads: -1 must be"),
+        (["--kernel", "warp"], "argument --kernel: invalid choice: 'warp'"),
+        (["--task", "warp"], "argument --task: invalid choice: 'warp'"),
+        (
+            ["--json", "/nowhere/out.json"],
+            "argument --json: /nowhere/out.json cannot be written: name a file in a folder",
+        ),
+        (["--plot", "."], "argument --plot: . cannot be written"),
+    ],
+)
+def test_what_is_wrong_is_said_first(flags: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(["bench", "--task", "reorder", *flags])
+    assert exit.value.code == 2 and says in capsys.readouterr().err
+
+
+def test_a_model_that_cannot_be_paged_so(folder: str) -> None:
+    with pytest.raises(SystemExit, match="kernel='flash4' cannot serve this pool"):
+        main(["bench", "--task", "batch", "--model", folder, "--kernel", "flash4"])
+
+
+def test_a_task_that_fails_or_is_too_long(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has a line of its own; what was done before is saved by then, and the others go on."""
+    file = tmp_path / "out.json"
+    saved: list[Any] = []
+
+    def fail(*args: Any) -> Any:
+        saved.append(json.loads(file.read_text()))
+        raise MemoryError("no | room\nat all")
+
+    monkeypatch.setattr(ops, "run_decode", fail)
+    monkeypatch.setitem(tasks.GENERATE, "long", tasks.Task([10**6], {}))
+    chosen = [flag for name in ("reorder", "decode", "long", "batch") for flag in ("--task", name)]
+    assert main(["bench", "--model", folder, *chosen, "--dtype", "float32", "--repeats", "1", "--json", str(file)]) == 1
+    printed, results = capsys.readouterr(), json.loads(file.read_text())
+    assert [row["task"] for row in saved[0]["results"]] == ["reorder"] and saved[0]["problems"] == {}
+    assert [row["task"] for row in results["results"]] == ["reorder", "batch"]
+    too_long = f"skipped: needs {10**6 + 64} positions, the model has 2048"
+    assert results["problems"] == {"decode": "failed: MemoryError: no / room", "long": too_long}
+    begins = [line.split(" | ")[0] for line in printed.out.splitlines()[-4:]]
+    assert begins == ["| reorder", "| decode", "| long", "| batch"]
+    assert f"| long | {too_long} |" in printed.out and "Traceback" in printed.err
+
+
+@pytest.mark.parametrize("name", [*tasks.GENERATE, *tasks.STEPS, *pipelines.PIPELINES])
+def test_the_positions_of_a_task(name: str, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No row is ever longer, and one token more would not be covered."""
+    model = tiny.build("llama", "sdpa")
+    longest = [0]
+    forward = type(model).forward
+    length_of = lambda cache: cache.get_seq_length() if cache is not None else 0  # noqa: E731
+
+    def spy(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = forward(self, *args, **kwargs)
+        longest[0] = max(longest[0], length_of(getattr(out, tiny.CACHE, None)))
+        return out
+
+    monkeypatch.setattr(type(model), "forward", spy)
+    options: dict[str, Any] = dict(block_size=4, kernel=None)
+    if name in tasks.GENERATE:
+        tasks.run_generate(name, model, options, 1, iter)
+    elif name in tasks.STEPS:
+        tasks.run_step(name, model, options, 1, iter)
+    else:
+        pipelines.PIPELINES[name](model, options, 1, iter)
+    needed = pipelines.positions_of(name) if name in pipelines.PIPELINES else tasks.positions_of(name, 1)
+    assert needed - 1 <= longest[0] <= needed  # the last token is not always fed

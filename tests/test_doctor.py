@@ -87,9 +87,17 @@ def test_a_gpu_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "picked: reference, block_size=16" in text and text.count("better would be") == 4
 
 
-def test_no_such_model(tmp_path: Path) -> None:
-    text = doctor.report(str(tmp_path))
-    assert "config.json" in text and "about a typical model" in text and "kernels for bfloat16, head dim 128" in text
+@pytest.mark.parametrize("name", ["empty", "missing", "/nonexistent"])
+@pytest.mark.parametrize("command", ["doctor", "bench --task batch"])
+def test_no_such_model(command: str, name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """One line, which names it; a string as its code makes an exit status of 1."""
+    (tmp_path / "empty").mkdir()
+    path = str(tmp_path / name)
+    with pytest.raises(SystemExit) as exit:
+        main([*command.split(), "--model", path])
+    said = str(exit.value.code)
+    assert said.startswith(f"--model {path}: ") and said.count("\n") == 0
+    assert said.endswith("Give a local folder with a config.json, or a Hub id") and not capfd.readouterr().out
 
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,8 @@ def test_reinforcement_learning_step(checkpointing: bool, no_gc: None) -> None:
         for step in range(2):
             torch.manual_seed(step)
             out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=True, max_new_tokens=8)
-            with warnings.catch_warnings(action="ignore"):  # newer releases have another name for it
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # newer releases have another name for it
                 model.gradient_checkpointing_enable() if checkpointing else None
                 logits = model(out[:, :-1], use_cache=False).logits[:, 29:]
                 model.gradient_checkpointing_disable()

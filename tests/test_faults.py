@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import CACHE, PAD, default, make_pool, prompts
+from tiny import CACHE, default, make_pool, prompts
 
 from hf_paged import PagedCache, PagePool, PoolExhausted, packing, reuse
 from hf_paged.blocks import BlockManager
@@ -55,7 +55,7 @@ def shortage(monkeypatch: pytest.MonkeyPatch) -> Fault:
 
     def failing(self: BlockManager, count: int) -> None:
         if fault.hits():
-            raise PoolExhausted(count, 0, self.num_blocks, self.num_blocks)
+            raise PoolExhausted(count, 0, self.num_blocks, self.num_blocks, self.num_blocks)
         require(self, count)
 
     def watched(self: CacheState, *args: Any) -> Any:
@@ -318,4 +318,4 @@ def test_handles_outlive_a_shortage_in_a_window(model_of: Any) -> None:
     assert_same(kept, rows_of(cache._state))
     assert torch.isfinite(keys.dense()).all()
     cache.crop(-8)
-    assert cache.lengths == [6] and PAD == 0
+    assert cache.lengths == [6]

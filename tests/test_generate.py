@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from tiny import CACHE, default, make_pool, paged, prompts
 
@@ -172,7 +171,3 @@ def test_real_model_conversation(smollm2: tuple[Any, Any]) -> None:
                 alone[row] = default(model, inputs, **length)
                 assert alone[row][0, -8:].tolist() == out[row, -8:].tolist()
             ids, mask = out, torch.cat([mask, torch.ones(2, 8, dtype=torch.long)], 1)
-
-
-def test_building_blocks_are_not_degenerate() -> None:
-    assert tiny.CONFIGS.keys() >= set(KINDS)

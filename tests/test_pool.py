@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from tiny import CACHE, build, make_pool, poison, prompts
 from transformers import GPTNeoXConfig, MambaConfig, MistralConfig
 
 from hf_paged import LayerGeometry, PagedCache, PagePool, PoolExhausted
+from hf_paged import pool as pool_module
 from hf_paged.layout import geometry_of
 from hf_paged.pool import default_budget, parse_bytes
 
@@ -51,6 +53,21 @@ def test_for_model(llama: Any) -> None:
     assert "5 blocks of 8 tokens, 3 layers, float32" in repr(PagePool.for_model(llama, num_blocks=5, block_size=8))
 
 
+def test_a_container_has_less_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    files, cpu = [tmp_path / "memory.max", tmp_path / "memory.limit_in_bytes"], torch.device("cpu")
+    monkeypatch.setattr(pool_module, "CGROUP_LIMITS", files)
+    machine = default_budget(cpu)
+    for texts, budget in (
+        (["max\n", None], machine),
+        ([f"{2**24}\n", None], 2**22),
+        ([None, f"{2**25}\n"], 2**23),
+        (["max\n", f"{2**63 - 4096}\n"], machine),
+    ):
+        for file, text in zip(files, texts):
+            file.unlink(missing_ok=True) if text is None else file.write_text(text)
+        assert default_budget(cpu) == budget
+
+
 def test_for_model_refuses(llama: Any) -> None:
     with pytest.raises(ValueError, match="memory='1KiB' holds no block: one block of 16 tokens takes 12288 bytes"):
         PagePool.for_model(llama, memory="1KiB")
@@ -58,7 +75,7 @@ def test_for_model_refuses(llama: Any) -> None:
         PagePool.for_model(llama, memory="1GiB", num_blocks=4)
     with pytest.raises(ValueError, match="kernel='warp' is not known"):
         PagePool.for_model(llama, num_blocks=4, kernel="warp")
-    with pytest.raises(ValueError, match="num_blocks=-1 and block_size=16 must both be at least 1"):
+    with pytest.raises(ValueError, match="num_blocks=-1 must be an int of at least 1"):
         PagePool.for_model(llama, num_blocks=-1)
     with pytest.raises(ValueError, match="layers is empty: give one LayerGeometry"):
         PagePool([], num_blocks=4)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-GPU_WARM_UPS = 3
+COMPILED_WARM_UPS = 3  # on a GPU, until compiled graphs are recorded
 
 
 @dataclass
@@ -49,15 +49,13 @@ def interleave(
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
     collect: bool = False,
 ) -> dict[str, list[float]]:
-    """Call every way to warm up, then `repeats` times in turn. Returns the seconds of each call, the device's part included.
-
-    One call warms a CPU up. On a GPU it takes some more until compiled graphs are recorded.
+    """Call every way once to warm up, then `repeats` times in turn. Returns the seconds of each call, the device's part
+    included.
 
     No garbage is collected during a call; with `collect` it is before each, so that no way pays for another's.
     """
-    for _ in range(GPU_WARM_UPS if on_gpu() else 1):
-        for way in ways.values():
-            way()
+    for way in ways.values():
+        way()
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     gc.collect()
     gc.disable()

@@ -16,9 +16,10 @@ from ..attention import paged_attention
 from ..blocks import BlockManager
 from ..device_plan import DeviceTables
 from ..kernels import cpu
+from ..kernels.choose import choose
 from ..plan import StepPlan
 from ..tables import BlockTables
-from .measure import GPU_WARM_UPS, Row, interleave, median
+from .measure import Row, interleave, median
 from .tasks import Progress
 
 ROWS, CONTEXT, HEADS, KV_HEADS, HEAD_DIM = 16, 2048, 32, 8, 64
@@ -33,14 +34,16 @@ def run_decode(
     """One layer's part of a decode step, 16 rows x 2048 tokens, 32 query and 8 key/value heads of 64: against `torch.cat`
     and sdpa as the default cache does it, against sdpa alone, and against a plain read of the same bytes."""
     generator = torch.Generator().manual_seed(0)
-    block_size = pool_options["block_size"] or 16
-    steps = 4 * (repeats + GPU_WARM_UPS) * LAYERS
+    kernel, asked = pool_options["kernel"], pool_options["block_size"]
+    block_size = choose(kernel, asked, device, dtype, [(HEAD_DIM, HEAD_DIM)]).block_size
+    steps = 4 * repeats + 1
     pool = PagePool(
         [LayerGeometry(KV_HEADS, HEAD_DIM, HEAD_DIM)] * LAYERS,
         num_blocks=ROWS * (-(-(CONTEXT + steps) // block_size) + 1),
         dtype=dtype,
         device=device,
-        **{**pool_options, "block_size": block_size},
+        kernel=kernel,
+        block_size=block_size,
     )
     module: Any = types.SimpleNamespace(num_key_value_groups=HEADS // KV_HEADS, is_causal=True, training=False)
     cache, layers, fixed = PagedCache(pool), [DynamicLayer() for _ in range(LAYERS)], []
@@ -107,7 +110,7 @@ def run_reorder(repeats: int, progress: Progress, device: torch.device = CPU) ->
         tables.crop(tables.lengths - 1)
 
     beams = np.arange(rows) // 8 * 8
-    orders = iter([beams + generator.integers(0, 8, rows) for _ in range(20 * repeats + GPU_WARM_UPS)])
+    orders = iter([beams + generator.integers(0, 8, rows) for _ in range(20 * repeats + 1)])
     ways = dict(paged=lambda: step(next(orders)), default=lambda: step(np.arange(rows)))
     seconds = interleave(ways, 20 * repeats, progress)
     times = {name: median(values) * 1e3 for name, values in seconds.items()}

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from .. import PagedCache, PagePool
 from ..compat import CACHE_NAME
-from .measure import Row, interleave, median
+from .measure import Row, finish, interleave, median
 from .tasks import Progress, agreement, prompts
 
 TURNS, TURN_TOKENS, ANSWER_TOKENS = 4, 200, 64
@@ -89,9 +89,12 @@ def run_grpo(model: Any, pool_options: dict[str, Any], repeats: int, progress: P
         torch.manual_seed(0)
         for _ in range(2):
             model.set_attn_implementation("paged" if side == "paged" else "sdpa")
-            before, start = pool.stats().prefix_hit_tokens, time.perf_counter()
+            before = pool.stats().prefix_hit_tokens
             cache = PagedCache(pool) if side == "paged" else None
+            finish()
+            start = time.perf_counter()
             out = model.generate(prompt, attention_mask=torch.ones_like(prompt), **length, **{CACHE_NAME: cache})
+            finish()
             spent += time.perf_counter() - start
             hits.append(pool.stats().prefix_hit_tokens - before)
             model(out[:2], labels=out[:2]).loss.backward()
@@ -102,15 +105,25 @@ def run_grpo(model: Any, pool_options: dict[str, Any], repeats: int, progress: P
 
     interleave({side: functools.partial(train, side) for side in seconds}, repeats, progress, collect=True)
     model.load_state_dict(weights)
-    default, paged = (median(runs[1:]) for runs in seconds.values())
+    runs = {side: values[-repeats:] for side, values in seconds.items()}  # without what warmed up
     tokens = GRPO_ROWS * (GRPO_PROMPT + GRPO_NEW)
     kv = dict(default=tokens * pool.bytes_per_block // size, paged=pool.stats().peak_used * pool.bytes_per_block)
     notes = dict(
         kv_bytes=kv, tokens=agreement(seen["default"], seen["paged"], GRPO_PROMPT), what=f"{sum(hits)} stale hits"
     )
     return Row(
-        "grpo", default, paged, default_runs=seconds["default"][1:], paged_runs=seconds["paged"][1:], notes=notes
+        "grpo",
+        median(runs["default"]),
+        median(runs["paged"]),
+        default_runs=runs["default"],
+        paged_runs=runs["paged"],
+        notes=notes,
     )
 
 
 PIPELINES = {"chat": run_chat, "grpo": run_grpo}
+
+
+def positions_of(name: str) -> int:
+    """Positions that a pipeline asks of a model."""
+    return TURNS * (TURN_TOKENS + ANSWER_TOKENS) if name == "chat" else GRPO_PROMPT + GRPO_NEW

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from .. import LayerGeometry, PagedCache, PagePool
 from ..compat import CACHE_NAME
-from .measure import GPU_WARM_UPS, Row, interleave, median
+from .measure import COMPILED_WARM_UPS, Row, interleave, median
 
 
 class Task(NamedTuple):
@@ -97,25 +97,31 @@ def run_generate(
             seen["paged"] = model.generate(**inputs, **length, **task.flags, **{CACHE_NAME: cache})
         bytes_of["paged"] = pool.stats().peak_used * pool.bytes_per_block
 
+    problem = None
+
     def static() -> None:
+        nonlocal problem
+        if problem:
+            return
         model.set_attn_implementation("sdpa")
         torch.manual_seed(0)
-        model.generate(**inputs, **length, **task.flags, cache_implementation="static")
-
-    ways, problem = dict(default=default, paged=paged), None
-    if with_static and name in STATIC:
         try:
-            static()
-            ways["static"] = static
+            model.generate(**inputs, **length, **task.flags, cache_implementation="static")
         except Exception as error:  # not every model or mode runs with it
-            problem = f"{type(error).__name__}: {error}".splitlines()[0]
+            problem = in_a_line(error)
+
+    ways = dict(default=default, paged=paged)
+    if with_static and name in STATIC:
+        for _ in range(COMPILED_WARM_UPS - 1):  # the last one with the others
+            static()
+        ways["static"] = static
     seconds = interleave(ways, repeats, progress, collect=True)
     notes: dict[str, Any] = dict(
         kv_bytes=bytes_of, tokens=agreement(seen["default"], seen["paged"], max(task.lengths)), kernel=pool.kernel
     )
     if problem:
         notes["static_cache_failed"] = problem
-    if "static" in seconds:
+    elif "static" in seconds:
         notes["static"] = median(seconds["static"])
     return Row(
         name,
@@ -127,12 +133,29 @@ def run_generate(
     )
 
 
+def positions_of(name: str, repeats: int) -> int:
+    """Positions that a task of `GENERATE` or `STEPS` asks of a model."""
+    if name in GENERATE:
+        return max(GENERATE[name].lengths) + GENERATE[name].new
+    return STEPS[name].context + _steps_of(repeats)
+
+
+def in_a_line(error: Exception) -> str:
+    """What went wrong, for a cell of a table."""
+    return f"{type(error).__name__}: {error}".splitlines()[0].replace("|", "/")
+
+
 def agreement(want: Tensor, got: Tensor, prompt: int) -> str:
     """ "identical", or how many of the new tokens agree before the first difference of each row."""
     if torch.equal(want, got):
         return "identical"
     same = (want[:, prompt:] == got[:, prompt:]).long().cumprod(1).sum(1)
     return f"{int(same.sum())} of {got[:, prompt:].numel()} up to the first difference"
+
+
+def _steps_of(repeats: int) -> int:
+    """Decode steps of a task of `STEPS`, the one that warms up included."""
+    return 4 * repeats + 1
 
 
 def run_step(name: str, model: Any, pool_options: dict[str, Any], repeats: int, progress: Progress) -> Row:
@@ -157,8 +180,7 @@ def _steps(
     model: Any, rows: int, context: int, pool_options: dict[str, Any], repeats: int, progress: Progress
 ) -> dict[str, list[float]]:
     """Seconds of `4 * repeats` decode steps on random keys and values; the context grows by one token at each."""
-    steps = 4 * repeats + 1 + GPU_WARM_UPS
-    per_row = -(-(context + steps) // (pool_options["block_size"] or 16))
+    per_row = -(-(context + _steps_of(repeats)) // (pool_options["block_size"] or 16))
     pool = PagePool.for_model(model, num_blocks=rows * per_row, **pool_options)
     caches: dict[str, Any] = dict(default=DynamicCache(config=model.config), paged=PagedCache(pool))
     for index, layer in enumerate(pool.layers):

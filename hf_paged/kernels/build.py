@@ -2,10 +2,12 @@
 
 Nothing happens at import. :func:`load` looks, in this order, for
 
-1. a library shipped in the wheel next to this module that was compiled for this CPU's instructions,
+1. a library that a distributor put next to this module (:func:`build_prebuilt`), compiled for this CPU's instructions,
 2. a library compiled earlier on this machine, in a folder private to the user,
 3. a C++ compiler, and compiles ``csrc/paged_attention.cpp`` with it (a few seconds, once),
-4. the shipped library for any CPU of this architecture (slow, but needs nothing).
+4. such a library for any CPU of this architecture (slow, but needs nothing).
+
+The project's own wheels hold the sources only.
 
 The cached file's name holds a hash of everything that can change the result: sources, flags, compiler version and CPU
 features. Loading a library runs its code, so a cache folder or file that another user could have written is refused.
@@ -139,7 +141,7 @@ def _prebuilt() -> Path | None:
 
 
 def build_prebuilt(folder: Path, variants: Sequence[str] = tuple(_VARIANTS)) -> list[Path]:
-    """Compiles libraries to ship in a wheel into ``folder``; returns their paths.
+    """Compiles libraries for a distributor to put next to this module into ``folder``; returns their paths.
 
     ``variants`` names instruction sets: ``x86-64-v4-bf16``, ``x86-64-v4``, ``x86-64-v3``, ``baseline`` (any CPU of the
     machine's architecture). Raises :class:`KernelUnavailable` when the compiler fails.
