@@ -98,7 +98,7 @@ def test_explicit_pairs_that_cannot_be(machine: Machine) -> None:
     assert PagePool(layers, kernel="flash2", **options).block_size == 256
     with pytest.raises(ValueError, match=r"kernel='flash4' cannot serve this pool: FlashAttention 4 is not installed"):
         PagePool(layers, kernel="flash4", **options)
-    with pytest.raises(ValueError, match="block_size=0 must be at least 1"):
+    with pytest.raises(ValueError, match="block_size=0 must be an int of at least 1"):
         PagePool(layers, block_size=0, **options)
     with pytest.raises(ValueError, match="kernel='fast' is not known: use 'auto' or one of"):
         PagePool(layers, kernel="fast", **options)

@@ -73,8 +73,6 @@ def choose(
 
     Raises `ValueError` where the kernel asked for is unknown or cannot serve; the message names what it could.
     """
-    if block_size is not None and block_size < 1:
-        raise ValueError(f"block_size={block_size} must be at least 1")
     dims = list(head_dims)
     if kernel not in (None, "auto"):
         if kernel not in BACKENDS:
