@@ -1,5 +1,5 @@
 """What the kernels read of a plan, on a device. On a GPU the block tables stay from pass to pass, only what changed is sent,
-and nobody waits for it."""
+and on CUDA nobody waits for it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,6 @@ class DeviceTables:
         index = (group * row_capacity + row) * column_capacity + column
         whole = index.nbytes > tables.nbytes / 2
         changes = [tables] if whole else [index, tables[group, row, column]]
-        held[...] = tables
         common = [plan.seq_lens, plan.cu_seqlens_q] + ([] if plan.source is None else [plan.source])
         sent = send([*plan.slots, *changes, *common], self.device)
         slots, changed, common_sent = sent[:groups], sent[groups : -len(common)], sent[-len(common) :]
@@ -82,6 +81,7 @@ class DeviceTables:
             self._tables[:, :rows, :columns].copy_(changed[0])
         elif len(index):
             self._tables.view(-1).index_copy_(0, *changed)
+        held[...] = tables  # not before: a transfer may find no memory
         source = None if plan.source is None else common_sent[2]
         return [
             DevicePlan(slots[group], source, self._tables[group, :rows, :columns], common_sent[0], common_sent[1])
@@ -99,7 +99,7 @@ class DeviceTables:
 
 
 def send(arrays: Sequence[Any], device: torch.device) -> list[Tensor]:
-    """numpy arrays as tensors on `device`, all in one transfer that nobody waits for. On the host nothing is copied."""
+    """numpy arrays as tensors on `device`, all in one transfer that nobody waits for on CUDA. On the host nothing is copied."""
     if device.type in HOST_MEMORY:
         return [torch.from_numpy(array) for array in arrays]
     starts = np.cumsum([0, *(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)]).tolist()
@@ -121,5 +121,5 @@ def current_stream(device: torch.device) -> Any:
 
 
 def transfer(buffer: Tensor, device: torch.device) -> Tensor:
-    """A buffer of the host on `device`."""
-    return buffer.to(device, non_blocking=True)
+    """A buffer of the host on `device`. Only CUDA's is pinned: elsewhere it may be gone before it was read."""
+    return buffer.to(device, non_blocking=device.type == "cuda")

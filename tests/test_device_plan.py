@@ -129,6 +129,41 @@ def test_another_stream_gets_tables_of_its_own(sent: list[int], monkeypatch: pyt
     assert not cache._state.on_devices
 
 
+@pytest.mark.parametrize(("fails", "past"), [("transfer", 6), ("index_copy_", 30), ("copy_", 2)])
+def test_what_failed_is_sent_again(fails: str, past: int, sent: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No memory for a transfer: what the device holds is known still, and the next one brings the rest."""
+    pool = PagePool([LayerGeometry(1, 8, 8)] * 2, num_blocks=100, block_size=2)
+    cache, other = PagedCache(pool), PagedCache(pool)
+    step(cache, 2, past)
+    on_device = cache._state.on_devices[CPU]
+
+    def fail(*args: object) -> None:
+        monkeypatch.undo()
+        monkeypatch.setattr(device_plan, "HOST_MEMORY", set())
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(device_plan if fails == "transfer" else Tensor, fails, fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        step(cache, 2, 6)
+    state = cache._state
+    assert state.plan is not None and on_device is state.on_devices[CPU]
+    again = state.plan.on(CPU).block_table  # what a second try would read
+    assert again.tolist() == state.tables.table[:, : again.shape[1]].tolist() and again.shape[1] == (past + 6) // 2
+    cache.reset()
+    assert not state.on_devices
+    step(other, 1, 7)  # takes frames that the cache had
+    step(cache, 2, 6)
+
+
+@pytest.mark.parametrize(("device", "waits"), [("cuda", False), ("mps", True), ("xpu", True)])
+def test_only_pinned_memory_is_left_to_itself(device: str, waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere the buffer may be gone before a transfer that nobody waits for has read it."""
+    options: list[bool] = []
+    monkeypatch.setattr(Tensor, "to", lambda self, device, non_blocking=False: options.append(non_blocking))
+    device_plan.transfer(torch.zeros(1), torch.device(device))
+    assert options == [not waits]
+
+
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_generate(kind: str, model_of: Callable[[str], Any], sent: list[int]) -> None:
     model, inputs = model_of(kind), prompts([9, 5, 9])
