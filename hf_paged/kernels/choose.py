@@ -35,6 +35,8 @@ def candidates(device: torch.device) -> tuple[str, ...]:
     capability = cuda_capability(device)
     if capability is None:
         return ("triton", "reference")
+    if torch.version.hip:  # versions 3 and 4 are not made for it, whatever capability it reports
+        return ("flash2", "triton", "reference")
     return (*FLASH.get(capability[0], ("flash2", "flash3")), "triton", "reference")
 
 
