@@ -12,6 +12,7 @@ import torch
 
 from . import BACKENDS, cpu
 from .flash import cuda_capability
+from .trial import failure_of
 
 logger = logging.getLogger(__name__)
 
@@ -48,14 +49,19 @@ def problem_of(
     block_size: int,
     needs: Collection[str] = (),
 ) -> str | None:
-    """Why backend `name` cannot serve all of these; None where it can."""
-    backend = BACKENDS[name]
-    for key_dim, value_dim in sorted(set(head_dims)):
+    """Why backend `name` cannot serve all of these; None where it can. On a GPU it is tried, once per process."""
+    backend, dims = BACKENDS[name], sorted(set(head_dims))
+    for key_dim, value_dim in dims:
         problem = backend.problem(device, dtype, key_dim, value_dim, block_size)
         if problem:
             return problem
     lacking = sorted(set(needs) - backend.features)
-    return f"{name} has no {' and no '.join(lacking)}" if lacking else None
+    if lacking:
+        return f"{name} has no {' and no '.join(lacking)}"
+    if device.type != "cuda" or name == "reference":
+        return None
+    failures = (failure_of(name, device, dtype, *pair, block_size, frozenset(needs)) for pair in dims)
+    return next(filter(None, failures), None)
 
 
 def choose(
