@@ -80,10 +80,12 @@ def test_the_next_best_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(two, "_check", no_image)
     monkeypatch.setitem(BACKENDS, "triton", Missing("no triton here"))
     tried: list[str] = []
+    asked: list[frozenset[str]] = []
 
     def on_cpu(name: str, device: torch.device, *rest: Any) -> str | None:
         assert device == CUDA
         tried.append(name)
+        asked.append(rest[-1])
         return trial.failure_of(name, CPU, *rest)
 
     monkeypatch.setattr(choose, "failure_of", on_cpu)
@@ -97,6 +99,8 @@ def test_the_next_best_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Compile with" not in pool.kernel_reason
     with pytest.raises(ValueError, match="kernel='flash3' cannot serve this pool: flash3 was wrong by"):
         PagePool(layers, kernel="flash3", **options)
+    PagePool(layers, kernel="flash4", needs={"softcap", "sinks"}, **options)
+    assert asked[-1] == {"softcap", "sinks"}
     calls = len(four.calls)
     assert PagePool(layers, **options).kernel == "flash4" and len(four.calls) == calls  # it was tried before
     lines = doctor.kernel_lines(CUDA, doctor.Subject(list(layers), set(), torch.float16))

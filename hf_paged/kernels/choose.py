@@ -88,7 +88,7 @@ def choose(
         if kernel not in BACKENDS:
             raise ValueError(f"kernel={kernel!r} is not known: use 'auto' or one of {sorted(BACKENDS)}")
         size = BACKENDS[kernel].block_size if block_size is None else block_size
-        problem = problem_of(kernel, device, dtype, dims, size)
+        problem = problem_of(kernel, device, dtype, dims, size, BACKENDS[kernel].features.intersection(needs))
         if problem:
             raise ValueError(f"kernel={kernel!r} cannot serve this pool: {problem}")
         return Choice(kernel, size, "asked for")
