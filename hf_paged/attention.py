@@ -77,8 +77,9 @@ def paged_attention(
         window,
         softcap,
         None if sinks is None else sinks.float().contiguous(),
-        key.plan.max_seqlen_q,
-        key.plan.max_seqlen_k,
+        plan.max_seqlen_q,
+        plan.max_seqlen_k,
+        plan.cu_seqlens_k,
     )  # [T, H_q, D_v]
     if autocast:
         out = out.to(autocast)  # as sdpa's would be

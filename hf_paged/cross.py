@@ -54,6 +54,7 @@ def cross_attention(
         None if sinks is None else sinks.float().contiguous(),
         1,
         key.shape[2],
+        None,
     )  # [B * q_length, H_q, D_v]
     return out.view(batch, q_length, num_heads, -1)
 

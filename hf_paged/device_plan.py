@@ -1,5 +1,5 @@
 """What the kernels read of a plan, on a device. On a GPU the block tables stay from pass to pass, only what changed is sent,
-and nobody waits for it."""
+and on CUDA nobody waits for it."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ class DevicePlan(NamedTuple):
     block_table: Tensor  # [B, M] int32
     seq_lens: Tensor  # [B] int32, the new tokens included
     cu_seqlens_q: Tensor  # [B + 1] int32
+    cu_seqlens_k: Tensor  # [B + 1] int32
+    max_seqlen_q: int
+    max_seqlen_k: int
 
 
 class HostPlan(NamedTuple):
@@ -34,17 +37,25 @@ class HostPlan(NamedTuple):
     tables: Int32  # [groups, B, M]
     seq_lens: Int32
     cu_seqlens_q: Int32
+    cu_seqlens_k: Int32
+    max_seqlen_q: int
+    max_seqlen_k: int
 
     def on(self, device: torch.device, kept: dict[torch.device, DeviceTables]) -> list[DevicePlan]:
         """The plan of every group on `device`. `kept` are the tables that the devices hold already."""
         if device.type not in HOST_MEMORY:
             return kept.setdefault(device, DeviceTables(device)).bring(self)
         source = None if self.source is None else torch.from_numpy(self.source)
-        seq_lens, cu_seqlens_q = torch.from_numpy(self.seq_lens), torch.from_numpy(self.cu_seqlens_q)
+        lengths = [torch.from_numpy(array) for array in (self.seq_lens, self.cu_seqlens_q, self.cu_seqlens_k)]
         return [
-            DevicePlan(torch.from_numpy(slots), source, torch.from_numpy(table), seq_lens, cu_seqlens_q)
+            self._plan(torch.from_numpy(slots), source, torch.from_numpy(table), lengths)
             for slots, table in zip(self.slots, self.tables)
         ]
+
+    def _plan(self, slots: Tensor, source: Tensor | None, table: Tensor, lengths: Sequence[Tensor]) -> DevicePlan:
+        seq_lens, cu_seqlens_q, cu_seqlens_k = lengths
+        bounds = self.max_seqlen_q, self.max_seqlen_k
+        return DevicePlan(slots, source, table, seq_lens, cu_seqlens_q, cu_seqlens_k, *bounds)
 
 
 class DeviceTables:
@@ -74,17 +85,17 @@ class DeviceTables:
         index = (group * row_capacity + row) * column_capacity + column
         whole = index.nbytes > tables.nbytes / 2
         changes = [tables] if whole else [index, tables[group, row, column]]
-        held[...] = tables
-        common = [plan.seq_lens, plan.cu_seqlens_q] + ([] if plan.source is None else [plan.source])
+        common = [plan.seq_lens, plan.cu_seqlens_q, plan.cu_seqlens_k, *([] if plan.source is None else [plan.source])]
         sent = send([*plan.slots, *changes, *common], self.device)
         slots, changed, common_sent = sent[:groups], sent[groups : -len(common)], sent[-len(common) :]
         if whole:
             self._tables[:, :rows, :columns].copy_(changed[0])
         elif len(index):
             self._tables.view(-1).index_copy_(0, *changed)
-        source = None if plan.source is None else common_sent[2]
+        held[...] = tables  # not before: a transfer may find no memory
+        source = None if plan.source is None else common_sent[-1]
         return [
-            DevicePlan(slots[group], source, self._tables[group, :rows, :columns], common_sent[0], common_sent[1])
+            plan._plan(slots[group], source, self._tables[group, :rows, :columns], common_sent[:3])
             for group in range(groups)
         ]
 
@@ -99,7 +110,7 @@ class DeviceTables:
 
 
 def send(arrays: Sequence[Any], device: torch.device) -> list[Tensor]:
-    """numpy arrays as tensors on `device`, all in one transfer that nobody waits for. On the host nothing is copied."""
+    """numpy arrays as tensors on `device`, all in one transfer that nobody waits for on CUDA. On the host nothing is copied."""
     if device.type in HOST_MEMORY:
         return [torch.from_numpy(array) for array in arrays]
     starts = np.cumsum([0, *(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)]).tolist()
@@ -121,5 +132,5 @@ def current_stream(device: torch.device) -> Any:
 
 
 def transfer(buffer: Tensor, device: torch.device) -> Tensor:
-    """A buffer of the host on `device`."""
-    return buffer.to(device, non_blocking=True)
+    """A buffer of the host on `device`. Only CUDA's is pinned: elsewhere it may be gone before it was read."""
+    return buffer.to(device, non_blocking=device.type == "cuda")

@@ -153,3 +153,17 @@ class LazyMask(LazyTensor):
 
     def make(self) -> Tensor:
         return self._make().contiguous()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """A copy on another device, as the hooks of a `device_map` make it before a layer, is a mask of the same pattern."""
+        mask, options = args[0] if args else None, kwargs or {}
+        if func is torch.ops.aten._to_copy.default and options.get("device") and isinstance(mask, LazyMask):
+            device = options["device"]
+            if options.get("dtype", mask.dtype) == mask.dtype:
+                make = lambda: mask.dense().to(device)  # noqa: E731
+                shape: Any = tuple(mask.shape)
+                return LazyMask(mask.state, shape, mask.dtype, device, mask.window, mask.chunk_size, make)
+        return super().__torch_dispatch__(func, types, args, kwargs)

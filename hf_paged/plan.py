@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .blocks import Int64
+from .blocks import Int32, Int64
 from .device_plan import DevicePlan, DeviceTables, HostPlan, send
 from .layout import Group
 from .tables import BlockTables, ragged
@@ -33,7 +33,6 @@ class StepPlan:
         packed: the rows stand one after the other in a batch of 1, without pads.
         native: whether plain causality over the stored tokens is what the caller expects; else the exact dense mask.
         thread: the one that runs the pass.
-        max_seqlen_q, max_seqlen_k: the most new tokens, and the most tokens, that any row has.
         written, attended: the layers that have written, and those that a kernel has read.
     """
 
@@ -61,16 +60,19 @@ class StepPlan:
         self.attended: set[int] = set()
         lengths = groups[0].lengths
         columns = int(groups[0].manager.blocks_for(lengths).max(initial=0))
+        tables = np.stack([tables.table[:, :columns] for tables in groups])  # a copy: they change with the next step
         self._host = HostPlan(
             slots,
             None if new is None or packed else np.flatnonzero(new),
-            np.stack([tables.table[:, :columns] for tables in groups]),  # a copy: they change with the next step
+            np.maximum(tables, 0, out=tables),  # some kernels read, and then mask, what lies before a window
             lengths.astype(np.int32),
-            np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
+            sums(counts),
+            sums(lengths),
+            int(counts.max(initial=0)),
+            int(lengths.max(initial=0)),
         )
         self._starts = [tables.starts for tables in groups]
         self._past = lengths - counts
-        self.max_seqlen_q, self.max_seqlen_k = int(counts.max(initial=0)), int(lengths.max(initial=0))
         self._real = real
         self._block_size = groups[0].manager.block_size
         self._kept = {} if kept is None else kept
@@ -130,10 +132,16 @@ class StepPlan:
             begin, end = np.maximum(self._past[rows], start), np.minimum(lengths[rows], start + chunk)
             columns = (start // self._block_size)[:, None] + np.arange(chunk // self._block_size)
             table = tables[rows[:, None], np.minimum(columns, tables.shape[1] - 1)]
-            cu_seqlens_q = np.concatenate([[0], np.cumsum(end - begin)]).astype(np.int32)
-            sent = send([table, (end - start).astype(np.int32), cu_seqlens_q], device)
-            whole = self.on(device, group)
-            self._in_chunks[device, group, chunk] = DevicePlan(whole.slots, whole.source, *sent)
+            new, seen = end - begin, end - start
+            sent = send([table, seen.astype(np.int32), sums(new), sums(seen)], device)
+            self._in_chunks[device, group, chunk] = self.on(device, group)._replace(
+                block_table=sent[0],
+                seq_lens=sent[1],
+                cu_seqlens_q=sent[2],
+                cu_seqlens_k=sent[3],
+                max_seqlen_q=int(new.max(initial=0)),
+                max_seqlen_k=int(seen.max(initial=0)),
+            )
         return self._in_chunks[device, group, chunk]
 
     def dense_index(self, device: torch.device, group: int = 0) -> tuple[Tensor, Tensor | None]:
@@ -174,3 +182,9 @@ class StepPlan:
             return np.broadcast_to(np.arange(self.width), (self.rows, self.width))
         token: Int64 = np.cumsum(self._real, 1) - 1
         return token
+
+
+def sums(counts: Int64) -> Int32:
+    """For [2, 0, 3]: [0 2 2 5]."""
+    total: Int32 = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    return total

@@ -367,11 +367,11 @@ class CacheState:
         """Give all blocks back and start over, as new."""
         self._announced = None
         self.free()
+        self.on_devices.clear()
 
     def release(self) -> None:
         """Give all blocks back for good."""
         self.reset()
-        self.on_devices.clear()
         self.released = True
 
     def row_keys(self) -> list[bytes]:

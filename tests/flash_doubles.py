@@ -358,7 +358,9 @@ class FlashAttn4(Double):
             "Paged KV does not support irregular head dim"
         )
         assert learnable_sink is None or learnable_sink.shape == (q.shape[1],)
-        assert learnable_sink is None or learnable_sink.dtype in (*HALF, torch.float32)
+        assert learnable_sink is None or learnable_sink.dtype == torch.bfloat16, (
+            "learnable_sink must be bfloat16"
+        )  # betas
         assert self.capability[0] > 9 or num_splits == 1, "SplitKV not supported on SM 9.0"
         left, right = (-1 if bound is None else bound for bound in window_size)
         out = paged(

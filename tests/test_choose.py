@@ -40,6 +40,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     """Pretend to be a GPU machine with these packages."""
 
     def pretend(capability: tuple[int, int], *installed: str, triton: bool = True) -> None:
+        monkeypatch.setattr(choosing, "failure_of", lambda *args: None)
         monkeypatch.setattr(choosing, "cuda_capability", lambda device: capability if device.type == "cuda" else None)
         for name, (adapter, double) in FLASH.items():
             find = lambda version=adapter.version: flash_find.find(version)  # noqa: E731

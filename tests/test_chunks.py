@@ -40,7 +40,13 @@ def test_groups() -> None:
 def test_past_the_chunk(block_size: int, flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts around the chunk, ragged and not. A block larger than a chunk takes the dense path, with the same tokens."""
     model, calls, kernel = built(), [], KERNELS["cpu"]
-    monkeypatch.setitem(KERNELS, "cpu", lambda *args: (calls.append(len(args[4])), kernel(*args))[1])
+
+    def counted(*args: Any) -> torch.Tensor:
+        calls.append(len(args[4]))
+        assert args[10:12] == (args[5].diff().max(), args[4].max()) and args[11] <= args[3].shape[1] * block_size
+        return kernel(*args)
+
+    monkeypatch.setitem(KERNELS, "cpu", counted)
     for lengths in ([8], [9], [5, 30, 16]):
         inputs = prompts(lengths)
         want = default(model, inputs, max_new_tokens=20, **flags)

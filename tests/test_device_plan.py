@@ -48,10 +48,12 @@ def step(cache: PagedCache, rows: int, count: int, mask: Tensor | None = None) -
     assert plan is not None
     for group, tables in enumerate(state.groups):
         there, columns = plan.on(CPU, group), int(tables.manager.blocks_for(tables.lengths).max())
-        assert there.block_table.numpy().tolist() == tables.table[:, :columns].tolist()
-        assert there.seq_lens.tolist() == tables.lengths.tolist()
+        assert there.block_table.numpy().tolist() == np.maximum(tables.table[:, :columns], 0).tolist()
+        assert there.seq_lens.tolist() == tables.lengths.tolist() == there.cu_seqlens_k.diff().tolist()
+        assert there.cu_seqlens_k[0] == 0 and there.max_seqlen_k == tables.lengths.max()
         new = np.ones((rows, count), bool) if mask is None else mask[:, -count:].bool().numpy()
         assert there.cu_seqlens_q.tolist() == [0, *np.cumsum(new.sum(1)).tolist()]
+        assert there.max_seqlen_q == new.sum(1).max()
         assert (there.source is None and new.all()) or there.source.tolist() == np.flatnonzero(new).tolist()
         last = [  # of each new token: its number in its row
             (row, int(length) - int(n) + i)
@@ -60,7 +62,7 @@ def step(cache: PagedCache, rows: int, count: int, mask: Tensor | None = None) -
         ]
         size = tables.manager.block_size
         assert there.slots.tolist() == [int(tables.table[row, i // size]) * size + i % size for row, i in last]
-        for tensor in (there.slots, there.seq_lens, there.cu_seqlens_q, there.block_table):
+        for tensor in (there.slots, there.seq_lens, there.cu_seqlens_q, there.cu_seqlens_k, there.block_table):
             assert tensor.data_ptr() % 16 == 0  # what Triton looks at
 
 
@@ -106,15 +108,15 @@ def test_a_decode_step_sends_what_changed(sent: list[int]) -> None:
     for _ in range(30):
         sent.clear()
         step(cache, rows, 1)
-        # Its slot, its length and its query of each row; where a block begins, its place and its id.
-        assert len(sent) == 1 and sent[0] <= rows * (8 + 4 + 4 + 8 + 4) + 64
+        # Of each row its slot, its length and two sums; where a block begins, its place and its id.
+        assert len(sent) == 1 and sent[0] <= rows * (8 + 4 + 4 + 4 + 8 + 4) + 64
         assert cache._state.on_devices[CPU]._tables is tables  # there was room
         cache.select(np.arange(rows))
     sent.clear()
     swapped = np.r_[1, 0, 2:rows]
     cache.select(swapped)
     step(cache, rows, 1)
-    assert 2 * blocks * 12 <= sent[0] <= 2 * (blocks + 2) * 12 + rows * 16 + 64  # two rows of the table
+    assert 2 * blocks * 12 <= sent[0] <= 2 * (blocks + 2) * 12 + rows * 20 + 64  # two rows of the table
 
 
 def test_another_stream_gets_tables_of_its_own(sent: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,6 +129,41 @@ def test_another_stream_gets_tables_of_its_own(sent: list[int], monkeypatch: pyt
     assert torch.equal(first, before) and cache._state.on_devices[CPU]._tables is not first
     cache.release()
     assert not cache._state.on_devices
+
+
+@pytest.mark.parametrize(("fails", "past"), [("transfer", 6), ("index_copy_", 30), ("copy_", 2)])
+def test_what_failed_is_sent_again(fails: str, past: int, sent: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No memory for a transfer: what the device holds is known still, and the next one brings the rest."""
+    pool = PagePool([LayerGeometry(1, 8, 8)] * 2, num_blocks=100, block_size=2)
+    cache, other = PagedCache(pool), PagedCache(pool)
+    step(cache, 2, past)
+    on_device = cache._state.on_devices[CPU]
+
+    def fail(*args: object) -> None:
+        monkeypatch.undo()
+        monkeypatch.setattr(device_plan, "HOST_MEMORY", set())
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(device_plan if fails == "transfer" else Tensor, fails, fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        step(cache, 2, 6)
+    state = cache._state
+    assert state.plan is not None and on_device is state.on_devices[CPU]
+    again = state.plan.on(CPU).block_table  # what a second try would read
+    assert again.tolist() == state.tables.table[:, : again.shape[1]].tolist() and again.shape[1] == (past + 6) // 2
+    cache.reset()
+    assert not state.on_devices
+    step(other, 1, 7)  # takes frames that the cache had
+    step(cache, 2, 6)
+
+
+@pytest.mark.parametrize(("device", "waits"), [("cuda", False), ("mps", True), ("xpu", True)])
+def test_only_pinned_memory_is_left_to_itself(device: str, waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere the buffer may be gone before a transfer that nobody waits for has read it."""
+    options: list[bool] = []
+    monkeypatch.setattr(Tensor, "to", lambda self, device, non_blocking=False: options.append(non_blocking))
+    device_plan.transfer(torch.zeros(1), torch.device(device))
+    assert options == [not waits]
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])

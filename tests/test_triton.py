@@ -10,6 +10,7 @@ import os
 import random
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,23 @@ def test_strided_queries_and_tables() -> None:
     table[:, : arguments["block_table"].shape[1]] = arguments["block_table"]
     strided = dict(arguments, q=q[:, 1], k_pool=pool[:, :16], block_table=table[:, :4])
     assert (attend(strided) - exact).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_products_and_sums_are_fused(
+    parts: int, in_parts: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From Triton 3.10 on they are only where a launch asks for it."""
+    launches: list[Any] = []
+
+    class Launch:
+        def __getitem__(self, grid: Any) -> Callable[..., None]:
+            return lambda *args, **options: launches.append(options)
+
+    monkeypatch.setattr(backend, "_ops", lambda: types.SimpleNamespace(attend=Launch(), reduce_splits=Launch()))
+    in_parts(parts)
+    attend(make(Case([9], [1]))[0])
+    assert [options["enable_fp_fusion"] for options in launches] == [True] * parts
 
 
 @pytest.mark.slow

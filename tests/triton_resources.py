@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as without the variable, but without a warning
 
 import torch
 import triton
@@ -99,6 +98,7 @@ def attend(
         constants,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        enable_fp_fusion=True,
     )
     strides = {f"{FRAMES * dim}" for dim in (key_dim, value_dim)}
     types = re.findall(r"arith\.constant (?:dense<)?(\d+)>? : (?:tensor<[\dx]*x)?(i\d+)", kernel.asm["ttir"])

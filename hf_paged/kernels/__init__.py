@@ -1,14 +1,14 @@
 """Kernels: one file per backend, one contract, reached through `torch.library` operators.
 
     attention(q, k_pool, v_pool, block_table, seq_lens, cu_seqlens_q, scale, window, softcap, sinks,
-              max_seqlen_q, max_seqlen_k) -> out
+              max_seqlen_q, max_seqlen_k, cu_seqlens_k=None) -> out
 
 | argument       | shape, dtype                                | meaning                                                   |
 |----------------|---------------------------------------------|-----------------------------------------------------------|
 | `q`            | `[T, H_q, D_k]`                             | queries of all rows, row after row                        |
 | `k_pool`       | `[num_blocks, block_size, H_kv, D_k]`       | keys; `H_q` is a multiple of `H_kv`                       |
 | `v_pool`       | `[num_blocks, block_size, H_kv, D_v]`       | values                                                    |
-| `block_table`  | `[B, M]` int32                              | frames of each row; undefined outside the blocks it sees  |
+| `block_table`  | `[B, M]` int32                              | frames of each row; any frame outside the blocks it sees  |
 | `seq_lens`     | `[B]` int32                                 | tokens stored per row, the new ones included              |
 | `cu_seqlens_q` | `[B + 1]` int32                             | row `b` has the queries `cu[b] : cu[b + 1]`               |
 | `scale`        | float                                       | factor on the scores                                      |
@@ -17,6 +17,7 @@
 | `sinks`        | `[H_q]` float32 or None                     | a logit per head that only adds to the softmax denominator |
 | `max_seqlen_q` | int                                         | at least the queries of any row; 1: none has more         |
 | `max_seqlen_k` | int                                         | at least the tokens of any row, at most the table's room  |
+| `cu_seqlens_k` | `[B + 1]` int32 or None                     | the sums of `seq_lens`, for who needs them; None: unknown |
 | `out`          | `[T, H_q, D_v]`                             | a query that sees no key gives 0                          |
 
 The causal mask is aligned bottom-right: the last query of a row sees all of the row's tokens. With 3 queries over 5:
@@ -46,14 +47,13 @@ from .flash import Flash2, Flash3, Flash4
 
 __all__ = ["BACKENDS", "FEATURES", "KERNELS", "WRITERS", "Backend", "KernelUnavailable", "cpu", "register"]
 
-AttentionKernel: TypeAlias = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, int, float, Tensor | None, int, int], Tensor
-]
+AttentionKernel: TypeAlias = Callable[..., Tensor]
 WriteKernel: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], None]
 
 ATTENTION_SCHEMA = (
     "(Tensor q, Tensor k_pool, Tensor v_pool, Tensor block_table, Tensor seq_lens, Tensor cu_seqlens_q, "
-    "float scale, int window, float softcap, Tensor? sinks, SymInt max_seqlen_q, SymInt max_seqlen_k) -> Tensor"
+    "float scale, int window, float softcap, Tensor? sinks, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+    "Tensor? cu_seqlens_k=None) -> Tensor"
 )
 WRITE_SCHEMA = "(Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor key, Tensor value, Tensor slots, Tensor? source) -> ()"
 

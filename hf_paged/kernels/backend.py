@@ -38,6 +38,7 @@ class Backend:
         sinks: Tensor | None,
         max_seqlen_q: int,
         max_seqlen_k: int,
+        cu_seqlens_k: Tensor | None = None,
     ) -> Tensor:
         """See `hf_paged.kernels`."""
         raise NotImplementedError
@@ -66,7 +67,7 @@ class Backend:
 class ModuleBackend(Backend):
     """A module of this package with the functions `attention`, `write` and `problem`.
 
-    Such a kernel sizes its work by the tensors alone: it is not given the two bounds at the end of the contract.
+    Such a kernel sizes its work by the tensors alone: it is not given what the contract ends with.
     """
 
     def __init__(self, module: ModuleType):

@@ -12,6 +12,7 @@ import torch
 
 from . import BACKENDS, cpu
 from .flash import cuda_capability
+from .trial import failure_of
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,8 @@ def candidates(device: torch.device) -> tuple[str, ...]:
     capability = cuda_capability(device)
     if capability is None:
         return ("triton", "reference")
+    if torch.version.hip:  # versions 3 and 4 are not made for it, whatever capability it reports
+        return ("flash2", "triton", "reference")
     return (*FLASH.get(capability[0], ("flash2", "flash3")), "triton", "reference")
 
 
@@ -46,14 +49,19 @@ def problem_of(
     block_size: int,
     needs: Collection[str] = (),
 ) -> str | None:
-    """Why backend `name` cannot serve all of these; None where it can."""
-    backend = BACKENDS[name]
-    for key_dim, value_dim in sorted(set(head_dims)):
+    """Why backend `name` cannot serve all of these; None where it can. On a GPU it is tried, once per process."""
+    backend, dims = BACKENDS[name], sorted(set(head_dims))
+    for key_dim, value_dim in dims:
         problem = backend.problem(device, dtype, key_dim, value_dim, block_size)
         if problem:
             return problem
     lacking = sorted(set(needs) - backend.features)
-    return f"{name} has no {' and no '.join(lacking)}" if lacking else None
+    if lacking:
+        return f"{name} has no {' and no '.join(lacking)}"
+    if device.type != "cuda" or name == "reference":
+        return None
+    failures = (failure_of(name, device, dtype, *pair, block_size, frozenset(needs)) for pair in dims)
+    return next(filter(None, failures), None)
 
 
 def choose(
@@ -78,7 +86,7 @@ def choose(
         if kernel not in BACKENDS:
             raise ValueError(f"kernel={kernel!r} is not known: use 'auto' or one of {sorted(BACKENDS)}")
         size = BACKENDS[kernel].block_size if block_size is None else block_size
-        problem = problem_of(kernel, device, dtype, dims, size)
+        problem = problem_of(kernel, device, dtype, dims, size, BACKENDS[kernel].features.intersection(needs))
         if problem:
             raise ValueError(f"kernel={kernel!r} cannot serve this pool: {problem}")
         return Choice(kernel, size, "asked for")

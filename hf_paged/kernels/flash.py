@@ -12,7 +12,17 @@ Read in the sources of 2.8.3 and, for 3 and 4, of August 2026:
 | table left of the window   | never read              | read, and must be valid     | read, and must be valid        |
 
 Version 2 walks tiles of at most 256 keys, which never straddle blocks of 256. The tiles of 3 and 4 do straddle smaller
-blocks, and the first one begins left of the window: what is read there is masked, but has to be memory of the pool.
+blocks, and the first one begins left of the window: what is read there is masked, but has to be finite memory of the pool,
+as all is that a pool for versions 3 and 4 holds: zeros, or what a model once wrote.
+
+Which function of version 2 splits long rows over the GPU (`csrc/flash_attn/flash_api.cpp` from 2.6.0 to August 2026):
+
+- `flash_attn_varlen_func`, for one query per row, fewer key/value heads than query heads, and no window. It takes the split
+  from `max_seqlen_k`, as the other one does from the table's room, so both cut alike. It copies queries and output once.
+- `flash_attn_with_kvcache` always. Since July 2026 it waits for the device to compare the lengths with the table's room, in
+  every layer. No version number tells, so the first one is preferred where it splits.
+
+On ROCm it is Composable Kernel behind the same functions: it ignores soft caps, and does not know that special case.
 """
 
 from __future__ import annotations
@@ -90,6 +100,8 @@ class Flash(Backend):
         capability = self._capability(device)
         if capability is None:
             return f"{self.name} does not run on {device}, only on CUDA devices"
+        if torch.version.hip and self.version > 2:
+            return f"{self.name} does not run on ROCm"
         try:
             functions = self.functions()
         except KernelUnavailable as error:
@@ -130,27 +142,30 @@ class Flash(Backend):
         sinks: Tensor | None,
         max_seqlen_q: int,
         max_seqlen_k: int,
+        cu_seqlens_k: Tensor | None = None,
     ) -> Tensor:
         num_tokens, heads, _ = q.shape
         value_dim = v_pool.shape[-1]
         if num_tokens == 0 or block_table.shape[1] == 0:  # no batch, or nothing stored: refused by some versions
             return q.new_zeros((num_tokens, heads, value_dim))
         key_width, value_width = self.storage_dims(k_pool.shape[-1], value_dim)
-        out = self._call(
-            q if q.shape[-1] == key_width else pad(q, (0, key_width - q.shape[-1])),  # which copies also by 0
-            _widened(k_pool, key_width),
-            _widened(v_pool, value_width),
-            block_table,
-            seq_lens,
-            cu_seqlens_q,
-            max_seqlen_q,
-            max_seqlen_k,
-            window,
-            sinks,
-            softmax_scale=scale,
-            causal=True,
-            softcap=softcap,
-        )
+        with torch.cuda.device_of(q):  # version 4 launches on the current device
+            out = self._call(
+                q if q.shape[-1] == key_width else pad(q, (0, key_width - q.shape[-1])),  # which copies also by 0
+                _widened(k_pool, key_width),
+                _widened(v_pool, value_width),
+                block_table,
+                seq_lens,
+                cu_seqlens_q,
+                cu_seqlens_k,
+                max_seqlen_q,
+                max_seqlen_k,
+                window,
+                sinks,
+                softmax_scale=scale,
+                causal=True,
+                softcap=softcap,
+            )
         out = out.view(num_tokens, heads, value_width)
         return out if value_width == value_dim else out[..., :value_dim].contiguous()
 
@@ -162,6 +177,7 @@ class Flash(Backend):
         block_table: Tensor,
         seq_lens: Tensor,
         cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor | None,
         max_seqlen_q: int,
         max_seqlen_k: int,
         window: int,
@@ -172,13 +188,16 @@ class Flash(Backend):
 
 
 class Flash2(Flash):
-    """FlashAttention 2, from 2.6 on. `flash_attn_with_kvcache` splits long rows over the GPU and takes an even number of
-    queries per row; everything else goes to `flash_attn_varlen_func`."""
+    """FlashAttention 2, from 2.6 on. What can be split over the GPU goes to a function that does, the rest to
+    `flash_attn_varlen_func`."""
 
     version = 2
     capabilities = (8, 9, 10, 11, 12)
-    features = frozenset({WINDOW, SOFTCAP})
     block_multiple = block_size = 128 if torch.version.hip else 256
+
+    @property
+    def features(self) -> frozenset[str]:  # type: ignore[override]
+        return frozenset({WINDOW} if torch.version.hip else {WINDOW, SOFTCAP})
 
     def _needed(self) -> list[str]:
         return ["block_table", "cache_seqlens", "window_size", "softcap"]
@@ -191,6 +210,7 @@ class Flash2(Flash):
         block_table: Tensor,
         seq_lens: Tensor,
         cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor | None,
         max_seqlen_q: int,
         max_seqlen_k: int,
         window: int,
@@ -201,16 +221,19 @@ class Flash2(Flash):
         assert functions.with_kvcache is not None
         common.update(block_table=block_table, window_size=(window - 1, 0) if window else (-1, -1))
         even = _even(q, cu_seqlens_q, max_seqlen_q)
-        if even is not None:
+        grouped = even is not None and max_seqlen_q == 1 and q.shape[1] > k_pool.shape[2] and not window
+        if even is not None and (torch.version.hip or not grouped):
             return functions.with_kvcache(even, k_pool, v_pool, cache_seqlens=seq_lens, **common)
-        # With max_seqlen_q=1 it would take the queries for one per row, though some rows have none.
+        if cu_seqlens_k is None:
+            cu_seqlens_k = pad(seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
         return functions.varlen(
             q,
             k_pool,
             v_pool,
             cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=pad(seq_lens.cumsum(0, dtype=torch.int32), (1, 0)),
-            max_seqlen_q=max(max_seqlen_q, 2),
+            cu_seqlens_k=cu_seqlens_k,
+            # With 1 it takes the queries for one per row, though some rows may have none.
+            max_seqlen_q=1 if grouped else max(max_seqlen_q, 2),
             max_seqlen_k=max_seqlen_k,
             **common,
         )
@@ -243,6 +266,7 @@ class Flash3(Flash):
         block_table: Tensor,
         seq_lens: Tensor,
         cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor | None,
         max_seqlen_q: int,
         max_seqlen_k: int,
         window: int,
@@ -251,7 +275,7 @@ class Flash3(Flash):
     ) -> Tensor:
         with_kvcache = self.functions().with_kvcache
         assert with_kvcache is not None
-        common.update(page_table=_readable(block_table, window), window_size=(window - 1, 0) if window else (-1, -1))
+        common.update(page_table=block_table, window_size=(window - 1, 0) if window else (-1, -1))
         if sinks is not None:
             common["s_aux"] = sinks.to(torch.bfloat16)  # the only type it takes
         even = _even(q, cu_seqlens_q, max_seqlen_q)
@@ -287,6 +311,7 @@ class Flash4(Flash):
         block_table: Tensor,
         seq_lens: Tensor,
         cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor | None,
         max_seqlen_q: int,
         max_seqlen_k: int,
         window: int,
@@ -302,9 +327,9 @@ class Flash4(Flash):
             max_seqlen_q=max_seqlen_q,
             max_seqlen_k=max_seqlen_k,
             seqused_k=seq_lens,
-            page_table=_readable(block_table, window),
+            page_table=block_table,
             window_size=(window - 1, 0) if window else (None, None),
-            learnable_sink=None if sinks is None else sinks.to(q.dtype),
+            learnable_sink=None if sinks is None else sinks.to(torch.bfloat16),  # the only type that all releases take
             # 0 lets it split long rows over the GPU, which it cannot on compute capability 9.0.
             num_splits=0 if capability is not None and capability[0] >= 10 and max_seqlen_q == 1 else 1,
             **common,
@@ -328,9 +353,3 @@ def _even(q: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int) -> Tensor | None:
     """The queries as [B, max_seqlen_q, H_q, D] where every row has that many, which the sum tells: no row has more."""
     rows = cu_seqlens_q.shape[0] - 1
     return q.view(rows, max_seqlen_q, *q.shape[1:]) if len(q) == rows * max_seqlen_q else None
-
-
-def _readable(block_table: Tensor, window: int) -> Tensor:
-    """The table with frame 0 in place of the entries before the window, which hold no frame. What is read there has a weight
-    of 0, so it only must be finite, as all that a pool for versions 3 and 4 holds is: zeros, or what a model once wrote."""
-    return block_table.clamp_min(0) if window else block_table

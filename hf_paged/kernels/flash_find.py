@@ -45,7 +45,10 @@ class Functions(NamedTuple):
 
     def accepts(self, argument: str) -> bool:
         """Whether the function that reads block tables knows this argument."""
-        return argument in inspect.signature(self.with_kvcache or self.varlen).parameters
+        try:
+            return argument in inspect.signature(self.with_kvcache or self.varlen).parameters
+        except (TypeError, ValueError):  # a plain operator of torch, as some modules of the Hub export
+            return False
 
 
 def find(version: int) -> Functions:

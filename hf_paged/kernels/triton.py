@@ -148,10 +148,11 @@ def attention(
             *(softcap != 0.0, window > 0, split, "ieee"),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
+            enable_fp_fusion=True,  # what releases before 3.10 do unasked
         )
         if split:
             ops.reduce_splits[(num_tokens, num_heads)](
-                *(result, stats, sinks, out, parts, value_dim, dim_v, PARTS_PER_STEP)
+                *(result, stats, sinks, out, parts, value_dim, dim_v, PARTS_PER_STEP), enable_fp_fusion=True
             )
     return out
 

@@ -12,7 +12,7 @@ from test_kernels import Case, make
 from test_triton import draw, hide, own
 from torch import Tensor
 
-from hf_paged.kernels import BACKENDS, KERNELS, WRITERS, reference
+from hf_paged.kernels import BACKENDS, KERNELS, WRITERS, reference, trial
 from hf_paged.kernels.backend import SINKS, SOFTCAP
 from hf_paged.kernels.choose import problem_of
 
@@ -63,6 +63,17 @@ def test_random_shapes(name: str, dtype: torch.dtype) -> None:
         if not error <= allowed:
             failures.append(f"seed {seed}, {case}: error {error:.2e}, allowed {allowed:.2e}")
     assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_installed_passes_its_trial(dtype: torch.dtype) -> None:
+    """A backend that does not would be missing from the other tests here."""
+    for name, backend in BACKENDS.items():
+        if DRY_RUN and name == "triton":
+            continue
+        if backend.problem(DEVICE, dtype, 64, 64, backend.block_size) is None:
+            arguments = name, DEVICE, dtype, 64, 64, backend.block_size, backend.features
+            assert trial.failure_of(*arguments) is None
 
 
 @pytest.mark.parametrize("name", serving(torch.bfloat16, 64))

@@ -16,7 +16,7 @@ from gpu import DEVICE, DRY_RUN, serving, skip_without_gpu
 from tiny import CACHE, default, paged, prompts
 
 from hf_paged import PagedCache, PagePool
-from hf_paged.kernels import BACKENDS
+from hf_paged.kernels import BACKENDS, KERNELS
 
 skip_without_gpu()
 
@@ -160,7 +160,7 @@ def test_side_streams(kernel: str, subject: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
-def test_layers_on_two_devices(kind: str) -> None:
+def test_layers_on_two_devices(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("one CUDA device only")
     from accelerate import dispatch_model
@@ -171,7 +171,12 @@ def test_layers_on_two_devices(kind: str) -> None:
     places = {"model.embed_tokens": 0, "model.layers.0": 0, "model.rotary_emb": 0, "model.layers.1": 1}
     model = dispatch_model(model, {**places, "model.layers.2": 1, "model.norm": 1, "lm_head": 1})
     there = {name: x.to(DEVICE) for name, x in inputs.items()}
+    passes, calls = [], []
+    model.model.layers[0].register_forward_hook(lambda *args: passes.append(1))
+    for name, kernel in KERNELS.items():
+        monkeypatch.setitem(KERNELS, name, lambda *args, kernel=kernel: calls.append(1) or kernel(*args))
     for tokens, flags in zip(want, (flags for flags in MODES.values() if len(flags) < 2)):
         pool = PagePool.for_model(model, num_blocks=400, block_size=16)  # its storage is made where the keys arrive
         assert torch.equal(tokens, paged(model, there, pool, max_new_tokens=16, **flags).cpu())
         assert {storage.keys.device.index for storage in map(pool.storage, range(3))} == {0, 1}
+    assert len(calls) == 3 * len(passes) > 0  # no layer fell back to dense attention
