@@ -55,6 +55,8 @@ def read(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any], cache: Pag
     if not _depends_on_ids_alone(model, input_ids, model_kwargs, state):
         return None
     root = weights.fingerprint(model, cache.salt)
+    if root is None:
+        return None
     ids = input_ids.detach().cpu().numpy()
     mask = model_kwargs.get("attention_mask")
     real = np.ones(ids.shape, bool) if mask is None else mask.detach().cpu().numpy().astype(bool)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import re
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,9 @@ ENCODED = "encoder_outputs"  # an output of the encoder, whose tensors are row-w
 DROPOUT = torch.nn.modules.dropout._DropoutNd
 RANDOM = ("drop", "jitter", "noise")
 SAME_FOR_ALL = {"use_cache", "logits_to_keep", "output_attentions", "output_hidden_states", "return_dict"}
+# Whose hooks treat every token by itself.
+OWN_CODE = re.compile(r"(torch|transformers|accelerate|hf_paged)\b")
+FSDP = "torch.distributed.fsdp."
 
 
 def draws_at_random(model: Any) -> bool:
@@ -31,16 +36,36 @@ def draws_at_random(model: Any) -> bool:
     training = [module for module in model.modules() if module.training]
     if any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in training):
         return True
+    configs = {id(config): config for module in training if (config := vars(module).get("config")) is not None}
     named = [vars(module) for module in training]
-    named += [
-        vars(module.config) for module in training if isinstance(getattr(module, "config", None), PreTrainedConfig)
-    ]
+    named += [vars(config) for config in configs.values() if isinstance(config, PreTrainedConfig)]
     return any(isinstance(module, DROPOUT) and module.p > 0 for module in training) or any(
         isinstance(value, (int, float)) and value > 0
         for values in named
         for name, value in values.items()
         if any(word in name for word in RANDOM)
     )
+
+
+def is_instrumented(model: Any) -> bool:
+    """Whether the forward passes that `generate` makes have to be those that it makes by itself, each with one row for each of
+    the caller's and with all tokens of the prompt, since code of somebody else's sees them: a forward hook, as for steering,
+    for capturing activations or for PEFT's `adapter_names`; another `prepare_inputs_for_generation`, as for PEFT's prompt
+    tuning; FSDP, whose processes have to make equally many."""
+    modules = list(model.modules())
+    code = [value for name, value in vars(model).items() if name == "prepare_inputs_for_generation"]
+    for module in modules:
+        code += [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    return any(not OWN_CODE.match(_origin(item)) for item in code) or any(
+        type(module).__module__.startswith(FSDP) for module in modules
+    )
+
+
+def _origin(code: Any) -> str:
+    """The module that a callable comes from."""
+    while isinstance(code, functools.partial):
+        code = code.func
+    return getattr(code, "__module__", None) or type(code).__module__
 
 
 def equal_rows(input_ids: Tensor, model_kwargs: dict[str, Any], cache: PagedCache) -> tuple[Int64, Int64] | None:
