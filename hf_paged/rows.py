@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import re
 from typing import Any
 
@@ -57,16 +56,9 @@ def is_instrumented(model: Any) -> bool:
     code = [value for name, value in vars(model).items() if name == "prepare_inputs_for_generation"]
     for module in modules:
         code += [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    return any(not OWN_CODE.match(_origin(item)) for item in code) or any(
+    return any(not OWN_CODE.match(item.__module__ or "") for item in code) or any(
         type(module).__module__.startswith(FSDP) for module in modules
     )
-
-
-def _origin(code: Any) -> str:
-    """The module that a callable comes from."""
-    while isinstance(code, functools.partial):
-        code = code.func
-    return getattr(code, "__module__", None) or type(code).__module__
 
 
 def equal_rows(input_ids: Tensor, model_kwargs: dict[str, Any], cache: PagedCache) -> tuple[Int64, Int64] | None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from enabling import enabled
-from tiny import VOCAB, build, condition, default, make_pool, paged, prompts, shapes_of
+from tiny import KNOWS_POSITIONS, VOCAB, build, condition, default, make_pool, paged, prompts, shapes_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -107,6 +107,17 @@ def test_a_quantized_weight_that_changes() -> None:
     hits_of(model, pool, one_prompt())
     model.model.layers[0].self_attn.k_proj.weight.scale.data.mul_(-1)
     assert hits_of(model, pool, one_prompt()) == 0
+
+
+@pytest.mark.skipif(not KNOWS_POSITIONS, reason="nothing tells the device of the ids")
+def test_an_offloaded_model() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = build("llama")
+    pool = make_pool(model)
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    assert model.device.type == "meta"
+    inputs = whole(torch.cat([one_prompt(3, 100)["input_ids"], prompts([5, 5, 5])["input_ids"]], 1))
+    assert [hits_of(model, pool, inputs) for _ in range(2)] == [300, 3 * 104]
 
 
 @pytest.fixture
