@@ -55,6 +55,8 @@ def read(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any], cache: Pag
     if not _depends_on_ids_alone(model, input_ids, model_kwargs, state):
         return None
     root = weights.fingerprint(model, cache.salt)
+    if root is None:
+        return None
     ids = input_ids.detach().cpu().numpy()
     mask = model_kwargs.get("attention_mask")
     real = np.ones(ids.shape, bool) if mask is None else mask.detach().cpu().numpy().astype(bool)
@@ -154,7 +156,8 @@ def _prefill_alone(
     cache: PagedCache,
     alone: PagedCache,
 ) -> None:
-    device = next(value.device for value in (model_kwargs.get("attention_mask"), model) if value is not None)
+    given = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")  # an offloaded model is on no device
+    device = next(value.device for value in (*given, model) if value is not None)
     ids = torch.from_numpy(tokens)[None].to(device)
     kwargs = {name: alone if value is cache else value for name, value in model_kwargs.items()}
     kwargs["attention_mask"] = torch.ones_like(ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,11 @@ ROW_WISE = {"attention_mask", "position_ids", "token_type_ids", "decoder_attenti
 ENCODED = "encoder_outputs"  # an output of the encoder, whose tensors are row-wise
 # Modules that draw random numbers in training, and words in the names of the numbers, > 0, that make others do so.
 DROPOUT = torch.nn.modules.dropout._DropoutNd
-RANDOM = ("drop", "jitter", "noise")
+RANDOM = re.compile("drop|jitter|noise")
 SAME_FOR_ALL = {"use_cache", "logits_to_keep", "output_attentions", "output_hidden_states", "return_dict"}
+# Whose hooks treat every token by itself.
+OWN_CODE = re.compile(r"(torch|transformers|accelerate|hf_paged)\b")
+FSDP = "torch.distributed.fsdp."
 
 
 def draws_at_random(model: Any) -> bool:
@@ -31,15 +35,29 @@ def draws_at_random(model: Any) -> bool:
     training = [module for module in model.modules() if module.training]
     if any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in training):
         return True
+    configs = {id(config): config for module in training if (config := vars(module).get("config")) is not None}
     named = [vars(module) for module in training]
-    named += [
-        vars(module.config) for module in training if isinstance(getattr(module, "config", None), PreTrainedConfig)
-    ]
+    named += [vars(config) for config in configs.values() if isinstance(config, PreTrainedConfig)]
     return any(isinstance(module, DROPOUT) and module.p > 0 for module in training) or any(
         isinstance(value, (int, float)) and value > 0
         for values in named
+        if RANDOM.search(" ".join(values))  # few have any
         for name, value in values.items()
-        if any(word in name for word in RANDOM)
+        if RANDOM.search(name)
+    )
+
+
+def is_instrumented(model: Any) -> bool:
+    """Whether the forward passes that `generate` makes have to be those that it makes by itself, each with one row for each of
+    the caller's and with all tokens of the prompt, since code of somebody else's sees them: a forward hook, as for steering,
+    for capturing activations or for PEFT's `adapter_names`; another `prepare_inputs_for_generation`, as for PEFT's prompt
+    tuning; FSDP, whose processes have to make equally many."""
+    modules = list(model.modules())
+    code = [value for name, value in vars(model).items() if name == "prepare_inputs_for_generation"]
+    for module in modules:
+        code += [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    return any(not OWN_CODE.match(item.__module__ or "") for item in code) or any(
+        type(module).__module__.startswith(FSDP) for module in modules
     )
 
 

@@ -28,7 +28,16 @@ from hf_paged.cache import PagedCache
 from hf_paged.compat import CHUNKS_GO_ON, after_chunks, only_states, positions_in_modules
 from hf_paged.encoder_decoder import PagedEncoderDecoderCache
 from hf_paged.layout import STATE_IN_MODULES
-from hf_paged.rows import CACHE_NAMES, ENCODED, ROW_WISE, chosen_rows, draws_at_random, equal_rows, repeat_rows
+from hf_paged.rows import (
+    CACHE_NAMES,
+    ENCODED,
+    ROW_WISE,
+    chosen_rows,
+    draws_at_random,
+    equal_rows,
+    is_instrumented,
+    repeat_rows,
+)
 from hf_paged.state import Packing
 
 TITLE = "sharing of equal prompts"
@@ -82,22 +91,22 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
         if model_kwargs.get("use_cache") is False:
             raise ValueError("generate got a PagedCache and use_cache=False: leave one of the two away")
         leave_one_token(input_ids, generation_config, model_kwargs, cache)
-        random = draws_at_random(self)
+        random, instrumented = draws_at_random(self), is_instrumented(self)
 
         def run(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Any:
             state, fresh = cache._state, not cached_positions(cache)
-            prompt = None if random else reuse.read(self, input_ids, model_kwargs, cache)
+            prompt = None if random or instrumented else reuse.read(self, input_ids, model_kwargs, cache)
             if prompt is not None and fresh:
                 reuse.compute_shared(self, prompt, generation_config, model_kwargs, cache)
             state.history = None if prompt is None else prompt.history
             try:
                 outputs = None
-                if generation_config.prefill_chunk_size is None and cache.cross_attention is None:
+                if not instrumented and generation_config.prefill_chunk_size is None and cache.cross_attention is None:
                     outputs = _run_packed(self, input_ids, generation_config, model_kwargs, cache, prompt)
                 if outputs is None:
                     if prompt is not None and fresh:
                         reuse.adopt_at_common_width(prompt, cache)
-                    with _chunks(self, input_ids, generation_config, model_kwargs, cache):
+                    with _chunks(self, input_ids, generation_config, model_kwargs, cache, instrumented):
                         outputs = upstream(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
                         if generation_config.prefill_chunk_size is not None:
                             after_chunks(model_kwargs, cached_positions(cache))
@@ -110,7 +119,7 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
             state.remember()
             return outputs
 
-        apart = random or self.config.model_type in STATE_IN_MODULES or positions_in_modules(self)
+        apart = random or instrumented or self.config.model_type in STATE_IN_MODULES or positions_in_modules(self)
         groups = None if apart else equal_rows(input_ids, model_kwargs, cache)
         if groups is None:
             return run(input_ids, model_kwargs)
@@ -166,12 +175,19 @@ def _run_packed(
 
 @contextlib.contextmanager
 def _chunks(
-    model: Any, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], cache: PagedCache
+    model: Any,
+    input_ids: Tensor,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    cache: PagedCache,
+    instrumented: bool,
 ) -> Iterator[None]:
     """Choose the size of the chunks that the prefill is cut into: none where upstream would start over, though something is
-    cached."""
+    cached, and none of ours in an instrumented model."""
     given, cached = generation_config.prefill_chunk_size, cached_positions(cache)
-    size = given or _chunk_for_windows(model, input_ids.shape[1] - cached, model_kwargs, cache)
+    size = given
+    if given is None and not instrumented:
+        size = _chunk_for_windows(model, input_ids.shape[1] - cached, model_kwargs, cache)
     generation_config.prefill_chunk_size = size if CHUNKS_GO_ON or not cached else None
     try:
         yield

@@ -9,7 +9,7 @@ from typing import Any
 import architectures
 import pytest
 import torch
-from tiny import CACHE, VOCAB, make_pool, paged, prompts
+from tiny import CACHE, VOCAB, make_pool, paged, prompts, shapes_of
 from transformers import CONFIG_MAPPING, DynamicCache
 
 from hf_paged import LayerGeometry, PagedCache, PagePool
@@ -105,12 +105,8 @@ def test_nothing_to_page(kind: str) -> None:
     pool = PagePool.for_model(model, memory="1MiB")
     with PagedCache(pool) as cache:
         assert (cache.batch_size, cache.lengths, cache.block_tables) == (-1, [], [])
-        rows = []
-        hook = model.register_forward_pre_hook(
-            lambda module, args, kwargs: rows.append(kwargs["input_ids"].shape), with_kwargs=True
-        )
-        out = model.generate(**prompts([7, 7]), **{CACHE: cache}, max_new_tokens=3, num_beams=3)
-        hook.remove()
+        with shapes_of(model) as rows:
+            out = model.generate(**prompts([7, 7]), **{CACHE: cache}, max_new_tokens=3, num_beams=3)
         assert rows[:2] == [(2, 7), (6, 1)] and len(out) == 2
         assert cache.batch_size == 6 and pool.stats().used == 0
         assert f"6 rows, width 0, 0 paged layers, not paged: 0: {pool.layers[0]!r}" in repr(cache)

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from tiny import CACHE, KNOWS_POSITIONS, default, make_pool, paged, prompts
+from tiny import CACHE, KNOWS_POSITIONS, default, make_pool, paged, prompts, shapes_of
 
 from hf_paged import PagedCache, PoolExhausted, packing
 
 pytestmark = pytest.mark.skipif(not KNOWS_POSITIONS, reason="positions are not known before the prefill: runs padded")
-
-
-@contextlib.contextmanager
-def shapes_of(model: Any) -> Iterator[list[tuple[int, ...]]]:
-    """Record the shape of the token ids of every forward pass."""
-    shapes: list[tuple[int, ...]] = []
-    hook = model.get_input_embeddings().register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
-    try:
-        yield shapes
-    finally:
-        hook.remove()
 
 
 @pytest.fixture(autouse=True)

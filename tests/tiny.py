@@ -100,6 +100,24 @@ def prompts(lengths: list[int], seed: int = 0, width: int | None = None) -> dict
     return dict(input_ids=ids, attention_mask=mask)
 
 
+@contextlib.contextmanager
+def shapes_of(model: Any) -> Iterator[list[tuple[int, ...]]]:
+    """Record the shape of the token ids of every forward pass, without a hook, which would keep rows from being shared."""
+    shapes: list[tuple[int, ...]] = []
+    embedding = model.get_input_embeddings()
+    forward = embedding.forward
+
+    def spy(ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        shapes.append(tuple(ids.shape))
+        return forward(ids, *args, **kwargs)
+
+    embedding.forward = spy
+    try:
+        yield shapes
+    finally:
+        del embedding.forward
+
+
 # What a release cannot do with its own cache: the first release that can, where it fails, the error, and what it is.
 LIMITS = [
     ((5, 10), "_prefill", "Cannot use prefill chunking without a cache", "chunks"),
