@@ -48,17 +48,20 @@ class Adoption(NamedTuple):
     lengths: Int64  # [B] tokens
 
 
-def read(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any], cache: PagedCache) -> Prompt | None:
-    """What this prefill, of ids for the whole sequence or for what follows the cache, is about, in a model that draws nothing
-    at random. None where keys and values may depend on more than ids, or where it isn't known what the cache holds."""
+def read(
+    model: Any, input_ids: Tensor, whole: bool, model_kwargs: dict[str, Any], cache: PagedCache
+) -> Prompt | None:
+    """What this prefill, of ids for the `whole` sequence or for what follows the cache, is about, in a model that draws
+    nothing at random. None where keys and values may depend on more than ids, or where it isn't known what the cache holds."""
     state = cache._state
     if not _depends_on_ids_alone(model, input_ids, model_kwargs, state):
         return None
     root = weights.fingerprint(model, cache.salt)
     ids = input_ids.detach().cpu().numpy()
     mask = model_kwargs.get("attention_mask")
-    real = np.ones(ids.shape, bool) if mask is None else mask.detach().cpu().numpy().astype(bool)
-    tokens = _whole(ids, real, root, state)
+    width = ids.shape[1] if whole else state.width + ids.shape[1]
+    real = np.ones((len(ids), width), bool) if mask is None else mask.detach().bool().cpu().numpy()
+    tokens = _whole(ids, whole, real, root, state)
     if tokens is None or not real[:, -1].all():
         return None
     count = np.cumsum(real, 1)
@@ -91,18 +94,21 @@ def _varying_rope(config: Any) -> bool:
     return any(kind.get("rope_type", kind.get("type")) in VARYING_ROPE for kind in kinds)
 
 
-def _whole(ids: Int64, real: Bool, root: bytes, state: CacheState) -> Int64 | None:
-    """The tokens at all positions of the mask: the cached ones, which `ids` may repeat, and the new ones."""
-    width, cached = real.shape[1], state.width
+def _whole(ids: Int64, whole: bool, real: Bool, root: bytes, state: CacheState) -> Int64 | None:
+    """The tokens at all positions, `real` or not: the cached ones, which `ids` repeat if they are the `whole` sequence, and
+    the new ones."""
+    cached = state.width
+    if real.shape != (len(ids), ids.shape[1] if whole else cached + ids.shape[1]):
+        return None
     if not cached:
-        return ids if width == ids.shape[1] else None
+        return ids
     history = state.history
     if history is None or history.root != root or history.known < cached:
         return None
     past = history.tokens()[:, :cached]
-    if len(past) != len(ids) or width not in (ids.shape[1], cached + ids.shape[1]):
+    if len(past) != len(ids):
         return None
-    if width > ids.shape[1]:
+    if not whole:
         return np.concatenate([past, ids], 1)
     return ids if (past == ids[:, :cached])[real[:, :cached]].all() else None
 

@@ -61,8 +61,8 @@ def _only_new_tokens(model: Any, input_ids: Tensor, kwargs: dict[str, Any], cach
         yield
         return
     generation_config = kwargs["generation_config"]
-    leave_one_token(input_ids, generation_config, kwargs, cache)
     whole, prepare = covers_everything(input_ids, generation_config, kwargs), model.prepare_inputs_for_generation
+    leave_one_token(input_ids, whole, kwargs, cache)
 
     def sliced(ids: Tensor, next_sequence_length: int | None = None, **inputs: Any) -> Any:
         if whole and next_sequence_length is None and paged_in(inputs) is cache:

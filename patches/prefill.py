@@ -79,23 +79,25 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
         cache = paged_in(model_kwargs)
         if cache is None:
             return upstream(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
-        leave_one_token(input_ids, generation_config, model_kwargs, cache)
+        whole = covers_everything(input_ids, generation_config, model_kwargs)
+        leave_one_token(input_ids, whole, model_kwargs, cache)
         random = draws_at_random(self)
 
         def run(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Any:
             state, fresh = cache._state, not cached_positions(cache)
-            prompt = None if random else reuse.read(self, input_ids, model_kwargs, cache)
+            prompt = None if random else reuse.read(self, input_ids, whole, model_kwargs, cache)
+            new_ids = input_ids[:, cached_positions(cache) :] if whole else input_ids
             if prompt is not None and fresh:
                 reuse.compute_shared(self, prompt, generation_config, model_kwargs, cache)
             state.history = None if prompt is None else prompt.history
             try:
                 outputs = None
                 if generation_config.prefill_chunk_size is None and cache.cross_attention is None:
-                    outputs = _run_packed(self, input_ids, generation_config, model_kwargs, cache, prompt)
+                    outputs = _run_packed(self, new_ids, model_kwargs, cache, prompt)
                 if outputs is None:
                     if prompt is not None and fresh:
                         reuse.adopt_at_common_width(prompt, cache)
-                    with _chunks(self, input_ids, generation_config, model_kwargs, cache):
+                    with _chunks(self, new_ids.shape[1], generation_config, model_kwargs, cache):
                         outputs = upstream(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
                         if generation_config.prefill_chunk_size is not None:
                             after_chunks(model_kwargs, cached_positions(cache))
@@ -141,16 +143,9 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _run_packed(
-    model: Any,
-    input_ids: Tensor,
-    generation_config: Any,
-    model_kwargs: dict[str, Any],
-    cache: PagedCache,
-    prompt: reuse.Prompt | None,
+    model: Any, new_ids: Tensor, model_kwargs: dict[str, Any], cache: PagedCache, prompt: reuse.Prompt | None
 ) -> Any | None:
     """Prefill without pads. None where that is not possible or would save nothing."""
-    whole = covers_everything(input_ids, generation_config, model_kwargs)
-    new_ids = input_ids[:, cached_positions(cache) :] if whole else input_ids
     if new_ids.dim() != 2:
         return None
     real = packing.packable(model, new_ids, model_kwargs, cache._state)
@@ -164,12 +159,12 @@ def _run_packed(
 
 @contextlib.contextmanager
 def _chunks(
-    model: Any, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], cache: PagedCache
+    model: Any, length: int, generation_config: Any, model_kwargs: dict[str, Any], cache: PagedCache
 ) -> Iterator[None]:
-    """Choose the size of the chunks that the prefill is cut into: none where upstream would start over, though something is
+    """Choose the size of the chunks that the prefill of `length` new positions is cut into: none where upstream would start over, though something is
     cached."""
     given, cached = generation_config.prefill_chunk_size, cached_positions(cache)
-    size = given or _chunk_for_windows(model, input_ids.shape[1] - cached, model_kwargs, cache)
+    size = given or _chunk_for_windows(model, length, model_kwargs, cache)
     generation_config.prefill_chunk_size = size if CHUNKS_GO_ON or not cached else None
     try:
         yield
@@ -200,13 +195,11 @@ def covers_everything(input_ids: Tensor, generation_config: Any, model_kwargs: d
     return bool(covered == input_ids.shape[1])
 
 
-def leave_one_token(input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], cache: PagedCache) -> None:
-    """Where `input_ids` are the whole sequence and all of it is cached, drop the last position: the next token needs one
+def leave_one_token(input_ids: Tensor, whole: bool, model_kwargs: dict[str, Any], cache: PagedCache) -> None:
+    """Where `input_ids` are the `whole` sequence and all of it is cached, drop the last position: the next token needs one
     position computed. Raises `ValueError` where the cache holds more than the sequence."""
     cached, given = cached_positions(cache), input_ids.shape[1]
-    if not covers_everything(input_ids, generation_config, model_kwargs):
-        return
-    if model_kwargs.get("inputs_embeds") is not None or given == 0:
+    if not whole or model_kwargs.get("inputs_embeds") is not None or given == 0:
         return
     if cached == given:
         cache.crop(-1)

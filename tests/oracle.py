@@ -196,7 +196,8 @@ class World:
 
     def prompt(self, mirror: Mirror, after: Mirror, ids: Any, root: int) -> Prompt | None:
         """As `reuse.read` makes it."""
-        tokens = reuse._whole(ids, after.real, ROOTS[root], mirror.cache._state)
+        whole = ids.shape[1] == after.width
+        tokens = reuse._whole(ids, whole, after.real, ROOTS[root], mirror.cache._state)
         if tokens is None or not after.real[:, -1].all():
             return None
         rows = [row[keep] for row, keep in zip(tokens, after.real)]
