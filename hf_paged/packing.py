@@ -42,6 +42,12 @@ def asked_for(model_kwargs: dict[str, Any]) -> set[str]:
     return {name for name, value in model_kwargs.items() if not says_nothing(value)}
 
 
+def wants_last_logits(model_kwargs: dict[str, Any]) -> bool:
+    """Whether the logits of each row's last token are all that is asked for."""
+    wanted = model_kwargs.get("logits_to_keep", 1)
+    return isinstance(wanted, int) and wanted == 1
+
+
 def keeps_only_blocks(pool: PagePool) -> bool:
     """Whether no layer keeps anything per row beside its keys and values."""
     return not any(
@@ -61,7 +67,7 @@ def packable(model: Any, new_ids: Tensor, model_kwargs: dict[str, Any], state: C
         or "position_ids" not in inspect.signature(model.forward).parameters
     ):
         return None
-    if not asked_for(model_kwargs) <= ALLOWED or model_kwargs.get("logits_to_keep", 1) != 1:
+    if not asked_for(model_kwargs) <= ALLOWED or not wants_last_logits(model_kwargs):
         return None
     if positions.shape[0] != len(new_ids):
         return None

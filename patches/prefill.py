@@ -161,8 +161,8 @@ def _run_packed(
 def _chunks(
     model: Any, length: int, generation_config: Any, model_kwargs: dict[str, Any], cache: PagedCache
 ) -> Iterator[None]:
-    """Choose the size of the chunks that the prefill of `length` new positions is cut into: none where upstream would start over, though something is
-    cached."""
+    """Choose the size of the chunks that the prefill of `length` new positions is cut into: none where upstream would start
+    over, though something is cached."""
     given, cached = generation_config.prefill_chunk_size, cached_positions(cache)
     size = given or _chunk_for_windows(model, length, model_kwargs, cache)
     generation_config.prefill_chunk_size = size if CHUNKS_GO_ON or not cached else None

@@ -202,7 +202,7 @@ class World:
             return None
         rows = [row[keep] for row, keep in zip(tokens, after.real)]
         history = History(ROOTS[root], tokens, ids.shape[1])
-        return Prompt(history, rows, [len(row) - 1 for row in rows], np.cumsum(after.real, 1))
+        return Prompt(history, rows, [len(row) - 1 for row in rows], np.cumsum(after.real, 1), torch.device("cpu"))
 
     def attempt(self, action: Any) -> bool:
         """Run `action` and tell whether there was room. A shortage must be a real one."""
