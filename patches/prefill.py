@@ -89,7 +89,7 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
             new_ids = input_ids[:, cached_positions(cache) :] if whole else input_ids
             if prompt is not None and fresh:
                 reuse.compute_shared(self, prompt, generation_config, model_kwargs, cache)
-            state.history = None if prompt is None else prompt.history
+            state.history, state.prefilling = None if prompt is None else prompt.history, True
             try:
                 outputs = None
                 if generation_config.prefill_chunk_size is None and cache.cross_attention is None:
@@ -105,6 +105,8 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
                 if fresh:
                     cache.rewind(0)
                 raise
+            finally:
+                state.prefilling = False
             if _cache_in(outputs) is not _cache_in(model_kwargs):  # the model keeps more than this cache holds
                 state.history = None
             state.remember()
