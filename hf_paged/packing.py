@@ -2,7 +2,7 @@
 
 The layers outside attention treat every token by itself, so they neither know nor care whose token it is; the kernels do
 (`cu_seqlens_q`). A model for which that does not hold gives itself away: it reads keys, values or mask outside the
-kernels, or leaves keys unread by a kernel. It is run padded then, and its class is remembered.
+kernels, or leaves keys unread by a kernel. It is run padded then, and if that goes well its class is remembered.
 """
 
 from __future__ import annotations
@@ -42,6 +42,21 @@ def asked_for(model_kwargs: dict[str, Any]) -> set[str]:
     return {name for name, value in model_kwargs.items() if not says_nothing(value)}
 
 
+def hooks_inside(model: Any) -> bool:
+    """Whether somebody looks into the model, who would see all rows as one, and whose errors are not the model's. Those that
+    transformers hangs there, to collect outputs or for gradient checkpointing, do not mind."""
+    hooks = [
+        hook for part in model.modules() for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values())
+    ]
+    return any(not str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks)
+
+
+def prepares_its_inputs(model: Any) -> bool:
+    """Whether the model itself makes its inputs from ids. PEFT sets a method of its own, which puts embeddings before them."""
+    prepare = getattr(model.prepare_inputs_for_generation, "__func__", None)
+    return prepare is type(model).prepare_inputs_for_generation
+
+
 def wants_last_logits(model_kwargs: dict[str, Any]) -> bool:
     """Whether the logits of each row's last token are all that is asked for."""
     wanted = model_kwargs.get("logits_to_keep", 1)
@@ -62,6 +77,8 @@ def packable(model: Any, new_ids: Tensor, model_kwargs: dict[str, Any], state: C
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     if positions is None or positions.dim() != 2 or type(model) in _padded_only or not keeps_only_blocks(state.pool):
         return None
+    if not prepares_its_inputs(model) or hooks_inside(model):
+        return None
     if (
         model.config._attn_implementation != "paged"
         or "position_ids" not in inspect.signature(model.forward).parameters
@@ -76,11 +93,21 @@ def packable(model: Any, new_ids: Tensor, model_kwargs: dict[str, Any], state: C
     return state.ragged(mask, *new_ids.shape)
 
 
-def prefill(model: Any, new_ids: Tensor, pack: Packing, model_kwargs: dict[str, Any], cache: PagedCache) -> Any | None:
+class Unpackable(Exception):
+    """A packed pass failed. Whether packing is to blame, a padded pass tells."""
+
+
+def run_padded(model: Any, reason: str) -> None:
+    """Pack no prompt for models of this class any more, since a padded pass went well where a packed one had failed."""
+    _padded_only.add(type(model))
+    logger.info("%s runs padded, not packed: %s", type(model).__name__, reason)
+
+
+def prefill(model: Any, new_ids: Tensor, pack: Packing, model_kwargs: dict[str, Any], cache: PagedCache) -> Any:
     """Run a packed forward pass over those of `new_ids` [B, q_length] that `pack` calls new.
 
-    Returns the model's output with logits [B, 1, vocabulary], or None where the model cannot be run so; the cache is as
-    before then. Raises `PoolExhausted`.
+    Returns the model's output with logits [B, 1, vocabulary]. Raises `Unpackable` where the model cannot be run so, and
+    `PoolExhausted`; the cache is as before then.
     """
     state, width, new = cache._state, cache._state.width, pack.new
     q_length = new_ids.shape[1]
@@ -107,10 +134,8 @@ def prefill(model: Any, new_ids: Tensor, pack: Packing, model_kwargs: dict[str, 
         cache.rewind(width)
         raise
     except Exception as error:
-        _padded_only.add(type(model))
-        logger.info("%s runs padded, not packed: %s", type(model).__name__, error)
         cache.rewind(width)
-        return None
+        raise Unpackable(str(error)) from error
     finally:
         state.packing = None
     logits = outputs.logits[0]  # [B or T, vocabulary]

@@ -16,7 +16,7 @@ from torch import Tensor
 from . import weights
 from .blocks import Int64
 from .history import History
-from .packing import ALLOWED, asked_for, keeps_only_blocks, wants_last_logits
+from .packing import ALLOWED, asked_for, keeps_only_blocks, prepares_its_inputs, wants_last_logits
 from .plan import Bool
 from .prefix import Match, PrefixIndex, digest_of
 from .state import CacheState, Packing
@@ -82,6 +82,7 @@ def _depends_on_ids_alone(model: Any, input_ids: Tensor, model_kwargs: dict[str,
         and (mask is None or mask.dim() == 2)
         and asked_for(model_kwargs) <= ALLOWED
         and wants_last_logits(model_kwargs)
+        and prepares_its_inputs(model)
         and keeps_only_blocks(state.pool)
         and not state.pool.stores_pads
         and not _varying_rope(model.config.get_text_config())

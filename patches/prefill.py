@@ -91,9 +91,12 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
                 reuse.compute_shared(self, prompt, generation_config, model_kwargs, cache)
             state.history, state.prefilling = None if prompt is None else prompt.history, True
             try:
-                outputs = None
-                if generation_config.prefill_chunk_size is None and cache.cross_attention is None:
-                    outputs = _run_packed(self, new_ids, model_kwargs, cache, prompt)
+                outputs, failure = None, None
+                if not random and generation_config.prefill_chunk_size is None and cache.cross_attention is None:
+                    try:
+                        outputs = _run_packed(self, new_ids, model_kwargs, cache, prompt)
+                    except packing.Unpackable as error:
+                        failure = str(error)
                 if outputs is None:
                     if prompt is not None and fresh:
                         reuse.adopt_at_common_width(prompt, cache)
@@ -101,6 +104,8 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
                         outputs = upstream(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
                         if generation_config.prefill_chunk_size is not None:
                             after_chunks(model_kwargs, cached_positions(cache))
+                if failure is not None:
+                    packing.run_padded(self, failure)
             except BaseException:
                 if fresh:
                     cache.rewind(0)
