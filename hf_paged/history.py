@@ -13,7 +13,8 @@ class History:
 
     Attributes:
         root: what the keys and values depend on beside the tokens; see `hf_paged.weights`.
-        known: number of leading positions whose tokens are known. A cache may hold more: somebody ran the model by hand.
+        known: number of leading positions whose tokens are known. A cache may hold more, where somebody ran the model by hand,
+            or fewer, after a `crop` or a pass that failed.
     """
 
     def __init__(self, root: bytes, tokens: Int64, given: int):
@@ -29,12 +30,9 @@ class History:
     def follow(self, ids: Tensor, width: int) -> bool:
         """Take notice of the sequences so far, `ids` [B, n], of which the cache holds `width` positions. Costs nothing.
         Returns False where the cache holds more than is known."""
-        known = self._shift + ids.shape[1]
-        if known <= self._prompt.shape[1]:  # a chunk of the prompt
-            return True
         if width > self.known or len(ids) != len(self._latest_rows):
             return False
-        self._latest, self._latest_rows, self.known = ids, np.arange(len(ids)), known
+        self._latest, self._latest_rows, self.known = ids, np.arange(len(ids)), self._shift + ids.shape[1]
         return True
 
     def tokens(self) -> Int64:
@@ -48,10 +46,6 @@ class History:
     def select(self, rows: Int64) -> None:
         """Row `i` becomes what row `rows[i]` was."""
         self._prompt_rows, self._latest_rows = self._prompt_rows[rows], self._latest_rows[rows]
-
-    def crop(self, width: int) -> None:
-        """Forget what stands at `width` and beyond."""
-        self.known = min(self.known, width)
 
     def fork(self, rows: Int64) -> History:
         """That of a cache with these rows."""

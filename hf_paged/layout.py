@@ -111,6 +111,8 @@ def layers_of(model: Any) -> list[LayerGeometry | OwnLayer]:
         )
     try:
         cache = measure(model)
+    except (MemoryError, torch.OutOfMemoryError):  # says nothing about the model
+        raise
     except Exception as error:
         logger.info("%s does not run on one token (%s): its config must tell the geometry", type(model).__name__, error)
         return list(geometry_of(model.config))

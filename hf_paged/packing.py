@@ -2,7 +2,7 @@
 
 The layers outside attention treat every token by itself, so they neither know nor care whose token it is; the kernels do
 (`cu_seqlens_q`). A model for which that does not hold gives itself away: it reads keys, values or mask outside the
-kernels, or leaves keys unread by a kernel. It is run padded then, and its class is remembered.
+kernels, or leaves keys unread by a kernel. It is run padded then, and if that goes well its class is remembered.
 """
 
 from __future__ import annotations
@@ -42,6 +42,12 @@ def asked_for(model_kwargs: dict[str, Any]) -> set[str]:
     return {name for name, value in model_kwargs.items() if not says_nothing(value)}
 
 
+def wants_last_logits(model_kwargs: dict[str, Any]) -> bool:
+    """Whether the logits of each row's last token are all that is asked for."""
+    wanted = model_kwargs.get("logits_to_keep", 1)
+    return isinstance(wanted, int) and wanted == 1
+
+
 def keeps_only_blocks(pool: PagePool) -> bool:
     """Whether no layer keeps anything per row beside its keys and values."""
     return not any(
@@ -61,7 +67,7 @@ def packable(model: Any, new_ids: Tensor, model_kwargs: dict[str, Any], state: C
         or "position_ids" not in inspect.signature(model.forward).parameters
     ):
         return None
-    if not asked_for(model_kwargs) <= ALLOWED or model_kwargs.get("logits_to_keep", 1) != 1:
+    if not asked_for(model_kwargs) <= ALLOWED or not wants_last_logits(model_kwargs):
         return None
     if positions.shape[0] != len(new_ids) or (state.width and state.tables.num_rows != len(new_ids)):
         return None
@@ -70,11 +76,21 @@ def packable(model: Any, new_ids: Tensor, model_kwargs: dict[str, Any], state: C
     return state.ragged(mask, *new_ids.shape)
 
 
-def prefill(model: Any, new_ids: Tensor, pack: Packing, model_kwargs: dict[str, Any], cache: PagedCache) -> Any | None:
+class Unpackable(Exception):
+    """A packed pass failed. Whether packing is to blame, a padded pass tells."""
+
+
+def run_padded(model: Any, reason: str) -> None:
+    """Pack no prompt for models of this class any more, since a padded pass went well where a packed one had failed."""
+    _padded_only.add(type(model))
+    logger.info("%s runs padded, not packed: %s", type(model).__name__, reason)
+
+
+def prefill(model: Any, new_ids: Tensor, pack: Packing, model_kwargs: dict[str, Any], cache: PagedCache) -> Any:
     """Run a packed forward pass over those of `new_ids` [B, q_length] that `pack` calls new.
 
-    Returns the model's output with logits [B, 1, vocabulary], or None where the model cannot be run so; the cache is as
-    before then. Raises `PoolExhausted`.
+    Returns the model's output with logits [B, 1, vocabulary]. Raises `Unpackable` where the model cannot be run so, and
+    `PoolExhausted`; the cache is as before then.
     """
     state, width, new = cache._state, cache._state.width, pack.new
     q_length = new_ids.shape[1]
@@ -101,10 +117,8 @@ def prefill(model: Any, new_ids: Tensor, pack: Packing, model_kwargs: dict[str, 
         cache.rewind(width)
         raise
     except Exception as error:
-        _padded_only.add(type(model))
-        logger.info("%s runs padded, not packed: %s", type(model).__name__, error)
         cache.rewind(width)
-        return None
+        raise Unpackable(str(error)) from error
     finally:
         state.packing = None
     logits = outputs.logits[0]  # [B or T, vocabulary]

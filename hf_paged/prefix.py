@@ -162,6 +162,8 @@ class PrefixIndex:
             self._prune(parent)
 
     def _hold(self, node: Node, group: int, frame: int) -> None:
+        if self.held[frame]:  # under other tokens: what it holds is in doubt, and the first ones stay
+            return
         node.frames[group] = frame
         self.held[frame] = True
         self._owner[frame] = node, group

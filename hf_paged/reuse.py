@@ -16,7 +16,7 @@ from torch import Tensor
 from . import weights
 from .blocks import Int64
 from .history import History
-from .packing import ALLOWED, asked_for, keeps_only_blocks
+from .packing import ALLOWED, asked_for, keeps_only_blocks, wants_last_logits
 from .plan import Bool
 from .prefix import Match, PrefixIndex, digest_of
 from .state import CacheState, Packing
@@ -39,6 +39,7 @@ class Prompt(NamedTuple):
     rows: list[Int64]  # the real tokens of every row
     limits: list[int]  # how many of them may be taken over; one at least has to be computed
     places: Int64  # [B, W] real tokens up to each padded position
+    device: torch.device  # of the ids
 
 
 class Adoption(NamedTuple):
@@ -48,9 +49,10 @@ class Adoption(NamedTuple):
     lengths: Int64  # [B] tokens
 
 
-def read(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any], cache: PagedCache) -> Prompt | None:
-    """What this prefill, of ids for the whole sequence or for what follows the cache, is about, in a model that draws nothing
-    at random. None where keys and values may depend on more than ids, or where it isn't known what the cache holds."""
+def read(model: Any, input_ids: Tensor, whole: bool, model_kwargs: dict[str, Any], cache: PagedCache) -> Prompt | None:
+    """What this prefill, of ids for the `whole` sequence or for what follows the cache, is about, in a model that draws
+    nothing at random and is not instrumented. None where keys and values may depend on more than ids, or where it isn't
+    known what the cache holds."""
     state = cache._state
     if not _depends_on_ids_alone(model, input_ids, model_kwargs, state):
         return None
@@ -59,8 +61,9 @@ def read(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any], cache: Pag
         return None
     ids = input_ids.detach().cpu().numpy()
     mask = model_kwargs.get("attention_mask")
-    real = np.ones(ids.shape, bool) if mask is None else mask.detach().cpu().numpy().astype(bool)
-    tokens = _whole(ids, real, root, state)
+    width = ids.shape[1] if whole else state.width + ids.shape[1]
+    real = np.ones((len(ids), width), bool) if mask is None else mask.detach().bool().cpu().numpy()
+    tokens = _whole(ids, whole, real, root, state)
     if tokens is None or not real[:, -1].all():
         return None
     count = np.cumsum(real, 1)
@@ -69,7 +72,7 @@ def read(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any], cache: Pag
     rows = [row[keep] for row, keep in zip(tokens, real)]
     placeholders = [value for name, value in vars(model.config).items() if _PLACEHOLDER.search(name)]
     limits = [min([len(row) - 1, *np.flatnonzero(np.isin(row, placeholders))[:1].tolist()]) for row in rows]
-    return Prompt(History(root, tokens, ids.shape[1]), rows, limits, count)
+    return Prompt(History(root, tokens, ids.shape[1]), rows, limits, count, input_ids.device)
 
 
 def _depends_on_ids_alone(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any], state: CacheState) -> bool:
@@ -81,6 +84,7 @@ def _depends_on_ids_alone(model: Any, input_ids: Tensor, model_kwargs: dict[str,
         and input_ids.dim() == 2
         and (mask is None or mask.dim() == 2)
         and asked_for(model_kwargs) <= ALLOWED
+        and wants_last_logits(model_kwargs)
         and keeps_only_blocks(state.pool)
         and not state.pool.stores_pads
         and not _varying_rope(model.config.get_text_config())
@@ -93,18 +97,21 @@ def _varying_rope(config: Any) -> bool:
     return any(kind.get("rope_type", kind.get("type")) in VARYING_ROPE for kind in kinds)
 
 
-def _whole(ids: Int64, real: Bool, root: bytes, state: CacheState) -> Int64 | None:
-    """The tokens at all positions of the mask: the cached ones, which `ids` may repeat, and the new ones."""
-    width, cached = real.shape[1], state.width
+def _whole(ids: Int64, whole: bool, real: Bool, root: bytes, state: CacheState) -> Int64 | None:
+    """The tokens at all positions, `real` or not: the cached ones, which `ids` repeat if they are the `whole` sequence, and
+    the new ones."""
+    cached = state.width
+    if real.shape != (len(ids), ids.shape[1] if whole else cached + ids.shape[1]):
+        return None
     if not cached:
-        return ids if width == ids.shape[1] else None
+        return ids
     history = state.history
     if history is None or history.root != root or history.known < cached:
         return None
     past = history.tokens()[:, :cached]
-    if len(past) != len(ids) or width not in (ids.shape[1], cached + ids.shape[1]):
+    if len(past) != len(ids):
         return None
-    if width > ids.shape[1]:
+    if not whole:
         return np.concatenate([past, ids], 1)
     return ids if (past == ids[:, :cached])[real[:, :cached]].all() else None
 
@@ -137,7 +144,8 @@ def compute_shared(
         if (rows_with[digest] - 1) * (len(tokens) - known) >= MIN_SAVED:
             with type(cache)(pool, salt=cache.salt) as alone:
                 alone._state.shares = True
-                _prefill_alone(model, tokens, generation_config, model_kwargs, cache, alone)
+                ids = torch.from_numpy(tokens)[None].to(prompt.device)
+                _prefill_alone(model, ids, generation_config, model_kwargs, cache, alone)
 
 
 def _digests(tokens: Int64, prefixes: PrefixIndex) -> list[bytes]:
@@ -150,19 +158,16 @@ def _digests(tokens: Int64, prefixes: PrefixIndex) -> list[bytes]:
 
 def _prefill_alone(
     model: Any,
-    tokens: Int64,
+    ids: Tensor,
     generation_config: Any,
     model_kwargs: dict[str, Any],
     cache: PagedCache,
     alone: PagedCache,
 ) -> None:
-    given = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")  # an offloaded model is on no device
-    device = next(value.device for value in (*given, model) if value is not None)
-    ids = torch.from_numpy(tokens)[None].to(device)
     kwargs = {name: alone if value is cache else value for name, value in model_kwargs.items()}
     kwargs["attention_mask"] = torch.ones_like(ids)
     if kwargs.get("position_ids") is not None:
-        kwargs["position_ids"] = torch.arange(len(tokens), device=device)[None]
+        kwargs["position_ids"] = torch.arange(ids.shape[1], device=ids.device)[None]
     model._prefill(ids, generation_config, kwargs)
 
 

@@ -52,8 +52,10 @@ def is_instrumented(model: Any) -> bool:
     the caller's and with all tokens of the prompt, since code of somebody else's sees them: a forward hook, as for steering,
     for capturing activations or for PEFT's `adapter_names`; another `prepare_inputs_for_generation`, as for PEFT's prompt
     tuning; FSDP, whose processes have to make equally many."""
-    modules = list(model.modules())
-    code = [value for name, value in vars(model).items() if name == "prepare_inputs_for_generation"]
+    prepare = vars(model).get("prepare_inputs_for_generation")
+    if prepare is not None and getattr(prepare, "__func__", None) is not type(model).prepare_inputs_for_generation:
+        return True  # PEFT leaves the class's own one behind
+    modules, code = list(model.modules()), []
     for module in modules:
         code += [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     return any(not OWN_CODE.match(item.__module__ or "") for item in code) or any(

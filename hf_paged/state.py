@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -70,7 +71,9 @@ class CacheState:
         self.abandoned = False  # whether nobody holds the cache any more; set by the block manager
         self.packing: Packing | None = None  # set while a forward pass runs packed
         self.history: History | None = None  # which tokens these are; None: not known
-        self._told = False  # whether `follow` heard of the pass that is about to begin
+        self.prefilling = False  # set while `generate` runs the prompt that `history` begins with
+        self.given_all = False  # set while `generate` prepares steps from ids that begin with the cached ones
+        self._told: weakref.ref[Tensor] | None = None  # the ids of the pass that `follow` heard of
         self.shares = pool.prefix_caching  # whether its blocks are kept for later prompts
         self._announced: _Announcement | None = None
 
@@ -103,7 +106,7 @@ class CacheState:
             raise RuntimeError("this PagedCache was released, its keys and values are gone: make a new one")
         self.pool.check_process()
         self._refuse_other_threads()
-        known = self._known_after()
+        told, self._told = self._told, None
         rows = batch if self.packing is None else len(self.packing.new)
         if self.width == 0 and self.tables.num_rows not in (0, rows):
             self._drop_rows()
@@ -123,8 +126,7 @@ class CacheState:
             real = new
         self._settle()
         appends = self._take_blocks(rows, np.full(rows, q_length) if new is None else new.sum(1), q_length > 1)
-        if self.history is not None:
-            self.history.known = known
+        self._foresee(self.width + q_length, told is not None and told() is not None)
         if real is not None or self.real is not None:
             past = np.ones((rows, self.width), bool) if self.real is None else self.real
             now = np.ones((rows, q_length), bool) if real is None else real
@@ -147,15 +149,16 @@ class CacheState:
                 "After a forward pass that failed half way in another thread, start over with cache.reset()"
             )
 
-    def _known_after(self) -> int:
-        """How many tokens are known if the pass that is about to begin succeeds. Until then, and where nobody told its
-        tokens, only those that are cached."""
-        told, self._told = self._told, False
-        if self.history is None:
-            return 0
-        known: int = self.history.known
-        self.history.crop(self.width)
-        return known if told else min(known, self.width)
+    def _foresee(self, width: int, told: bool) -> None:
+        """What is known after a pass up to `width`, whose tokens somebody `told` or not. A width that is not that of the
+        tokens says that something else is fed, such as embeddings before the prompt."""
+        history = self.history
+        if history is None:
+            return
+        if not self.prefilling and not told:
+            history.known = min(history.known, self.width)
+        elif width > history.known or (width < history.known and not self.prefilling):
+            self.history = None
 
     def _take_blocks(self, rows: int, counts: Int64, many: bool) -> list[Append]:
         """Blocks for `counts` further tokens per row in every group, the rows themselves included where there are none yet,
@@ -240,10 +243,13 @@ class CacheState:
                 self.pool.prefixes.adopt(match, row, int(lengths[row]), self.groups)
         self.width, self.real = width, real
 
-    def follow(self, ids: Tensor) -> None:
-        """Take notice of the sequences so far, [B, n], the tokens of the pass that is about to begin included."""
-        self._told = True
-        if self.history is not None and self.packing is None and not self.history.follow(ids, self.width):
+    def follow(self, ids: Tensor, fed: Tensor | None) -> None:
+        """Take notice of the sequences so far, `ids` [B, n], for the pass that is about to be `fed` the last of them. It is
+        that pass only if `fed` lives until then: ids are made for one pass, which may fail before it comes here."""
+        if self.history is None or self.prefilling:
+            return
+        self._told = None if fed is None else weakref.ref(fed)
+        if not self.history.follow(ids, self.width):
             self.history = None
 
     def remember(self) -> None:
@@ -315,8 +321,6 @@ class CacheState:
             self.real = real
             self.width = width
             self._moved()
-            if self.history is not None:
-                self.history.crop(width)
         if self.recording:
             self._slide()
             self._moved()

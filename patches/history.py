@@ -1,9 +1,10 @@
-"""Tell a cache which tokens `generate` feeds, so that what it generated can be found by a later prompt too.
+"""Tell a cache which tokens `generate` feeds, so that what it generated can be found by a later prompt too; and feed a step
+of assisted decoding no token that is cached.
 
 Wraps       `transformers.generation.GenerationMixin.prepare_inputs_for_generation`
 Checked     transformers 5.0.0, 5.10.4, 5.17.0, 5.24.0
-Acts        only where the cache is a `PagedCache` whose prompt is known
-Why         a cache sees keys and values, never the ids of the tokens that they belong to
+Acts        only where the cache is a `PagedCache` whose prompt is known, or in the first step of assisted decoding
+Why         a cache sees keys and values, never the ids of the tokens that they belong to; for the second, see `assisted`
 Delete      when ids, or a hash of them, reach the cache
 """
 
@@ -31,9 +32,14 @@ def apply() -> str | None:
     @functools.wraps(upstream)
     def prepare_inputs_for_generation(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         cache = paged_in(kwargs)
-        if cache is not None and input_ids is not None:
-            cache._state.follow(input_ids)
-        return upstream(self, input_ids, *args, **kwargs)
+        if cache is None:
+            return upstream(self, input_ids, *args, **kwargs)
+        if cache._state.given_all and not args and kwargs.get("next_sequence_length") is None:
+            kwargs["next_sequence_length"] = input_ids.shape[1] - cache.get_seq_length()
+        inputs = upstream(self, input_ids, *args, **kwargs)
+        if input_ids is not None:
+            cache._state.follow(input_ids, inputs.get("input_ids"))
+        return inputs
 
     prepare_inputs_for_generation._hf_paged = True  # type: ignore[attr-defined]
     GenerationMixin.prepare_inputs_for_generation = prepare_inputs_for_generation

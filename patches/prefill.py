@@ -90,36 +90,46 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
             return upstream(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
         if model_kwargs.get("use_cache") is False:
             raise ValueError("generate got a PagedCache and use_cache=False: leave one of the two away")
-        leave_one_token(input_ids, generation_config, model_kwargs, cache)
-        random, instrumented = draws_at_random(self), is_instrumented(self)
+        whole = covers_everything(input_ids, generation_config, model_kwargs)
+        leave_one_token(input_ids, whole, model_kwargs, cache)
+        instrumented = is_instrumented(self)
+        rows_as_given = instrumented or draws_at_random(self)
 
         def run(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Any:
             state, fresh = cache._state, not cached_positions(cache)
-            prompt = None if random or instrumented else reuse.read(self, input_ids, model_kwargs, cache)
+            prompt = None if rows_as_given else reuse.read(self, input_ids, whole, model_kwargs, cache)
+            new_ids = input_ids[:, cached_positions(cache) :] if whole else input_ids
             if prompt is not None and fresh:
                 reuse.compute_shared(self, prompt, generation_config, model_kwargs, cache)
-            state.history = None if prompt is None else prompt.history
+            state.history, state.prefilling = None if prompt is None else prompt.history, True
             try:
-                outputs = None
-                if not instrumented and generation_config.prefill_chunk_size is None and cache.cross_attention is None:
-                    outputs = _run_packed(self, input_ids, generation_config, model_kwargs, cache, prompt)
+                outputs, failure = None, None
+                if not rows_as_given and generation_config.prefill_chunk_size is None and cache.cross_attention is None:
+                    try:
+                        outputs = _run_packed(self, new_ids, model_kwargs, cache, prompt)
+                    except packing.Unpackable as error:
+                        failure = str(error)
                 if outputs is None:
                     if prompt is not None and fresh:
                         reuse.adopt_at_common_width(prompt, cache)
-                    with _chunks(self, input_ids, generation_config, model_kwargs, cache, instrumented):
+                    with _chunks(self, new_ids.shape[1], generation_config, model_kwargs, cache, instrumented):
                         outputs = upstream(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
                         if generation_config.prefill_chunk_size is not None:
                             after_chunks(model_kwargs, cached_positions(cache))
+                if failure is not None:
+                    packing.run_padded(self, failure)
             except BaseException:
                 if fresh:
                     cache.rewind(0)
                 raise
+            finally:
+                state.prefilling = False
             if _cache_in(outputs) is not _cache_in(model_kwargs):  # the model keeps more than this cache holds
                 state.history = None
             state.remember()
             return outputs
 
-        apart = random or instrumented or self.config.model_type in STATE_IN_MODULES or positions_in_modules(self)
+        apart = rows_as_given or self.config.model_type in STATE_IN_MODULES or positions_in_modules(self)
         groups = None if apart else equal_rows(input_ids, model_kwargs, cache)
         if groups is None:
             return run(input_ids, model_kwargs)
@@ -152,16 +162,9 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _run_packed(
-    model: Any,
-    input_ids: Tensor,
-    generation_config: Any,
-    model_kwargs: dict[str, Any],
-    cache: PagedCache,
-    prompt: reuse.Prompt | None,
+    model: Any, new_ids: Tensor, model_kwargs: dict[str, Any], cache: PagedCache, prompt: reuse.Prompt | None
 ) -> Any | None:
     """Prefill without pads. None where that is not possible or would save nothing."""
-    whole = covers_everything(input_ids, generation_config, model_kwargs)
-    new_ids = input_ids[:, cached_positions(cache) :] if whole else input_ids
     if new_ids.dim() != 2:
         return None
     real = packing.packable(model, new_ids, model_kwargs, cache._state)
@@ -175,19 +178,14 @@ def _run_packed(
 
 @contextlib.contextmanager
 def _chunks(
-    model: Any,
-    input_ids: Tensor,
-    generation_config: Any,
-    model_kwargs: dict[str, Any],
-    cache: PagedCache,
-    instrumented: bool,
+    model: Any, length: int, generation_config: Any, model_kwargs: dict[str, Any], cache: PagedCache, instrumented: bool
 ) -> Iterator[None]:
-    """Choose the size of the chunks that the prefill is cut into: none where upstream would start over, though something is
-    cached, and none of ours in an instrumented model."""
+    """Choose the size of the chunks that the prefill of `length` new positions is cut into: none where upstream would start
+    over, though something is cached, and none of ours in an instrumented model."""
     given, cached = generation_config.prefill_chunk_size, cached_positions(cache)
     size = given
     if given is None and not instrumented:
-        size = _chunk_for_windows(model, input_ids.shape[1] - cached, model_kwargs, cache)
+        size = _chunk_for_windows(model, length, model_kwargs, cache)
     generation_config.prefill_chunk_size = size if CHUNKS_GO_ON or not cached else None
     try:
         yield
@@ -218,13 +216,11 @@ def covers_everything(input_ids: Tensor, generation_config: Any, model_kwargs: d
     return bool(covered == input_ids.shape[1])
 
 
-def leave_one_token(input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], cache: PagedCache) -> None:
-    """Where `input_ids` are the whole sequence and all of it is cached, drop the last position: the next token needs one
+def leave_one_token(input_ids: Tensor, whole: bool, model_kwargs: dict[str, Any], cache: PagedCache) -> None:
+    """Where `input_ids` are the `whole` sequence and all of it is cached, drop the last position: the next token needs one
     position computed. Raises `ValueError` where the cache holds more than the sequence."""
     cached, given = cached_positions(cache), input_ids.shape[1]
-    if not covers_everything(input_ids, generation_config, model_kwargs):
-        return
-    if model_kwargs.get("inputs_embeds") is not None or given == 0:
+    if not whole or model_kwargs.get("inputs_embeds") is not None or given == 0:
         return
     if cached == given:
         cache.crop(-1)

@@ -137,7 +137,8 @@ class World:
         native = read and bool(real[:, -1].all()) and mask is None
         after = mirror.extended(tokens, real, root if native else self.secret())
         if told:
-            cache._state.follow(torch.from_numpy(after.tokens[:, mirror.shift :]))
+            fed = torch.from_numpy(tokens)
+            cache._state.follow(torch.from_numpy(after.tokens[:, mirror.shift :]), fed)
         if mask is None and not after.real.all():
             mask = after.real
         cache._state.announce_mask(None if mask is None else torch.from_numpy(mask.astype(np.int64)), tokens.shape[1])
@@ -156,7 +157,7 @@ class World:
         prompt = self.prompt(mirror, after, ids, root) if known else None
         if prompt is not None and fresh:
             reuse.compute_shared(self.model, prompt, None, dict(attention_mask=torch.ones(1), cache=cache), cache)
-        state.history = None if prompt is None else prompt.history
+        state.history, state.prefilling = None if prompt is None else prompt.history, True
         mirror.root, mirror.shift = root, after.width - ids.shape[1]
         try:
             pack = None
@@ -166,7 +167,6 @@ class World:
                 self.counts["packed"] += 1
                 state.packing = pack
                 try:
-                    state.follow(torch.zeros(1, int(pack.new.sum()), dtype=torch.long))
                     self.write(cache, after.values[:, mirror.width :][pack.new][None], len(self.pool.layers), True)
                 finally:
                     state.packing = None
@@ -192,16 +192,19 @@ class World:
                 cache.rewind(0)
                 mirror.clear()
             raise
+        finally:
+            state.prefilling = False
         state.remember()
 
     def prompt(self, mirror: Mirror, after: Mirror, ids: Any, root: int) -> Prompt | None:
         """As `reuse.read` makes it."""
-        tokens = reuse._whole(ids, after.real, ROOTS[root], mirror.cache._state)
+        whole = ids.shape[1] == after.width
+        tokens = reuse._whole(ids, whole, after.real, ROOTS[root], mirror.cache._state)
         if tokens is None or not after.real[:, -1].all():
             return None
         rows = [row[keep] for row, keep in zip(tokens, after.real)]
         history = History(ROOTS[root], tokens, ids.shape[1])
-        return Prompt(history, rows, [len(row) - 1 for row in rows], np.cumsum(after.real, 1))
+        return Prompt(history, rows, [len(row) - 1 for row in rows], np.cumsum(after.real, 1), torch.device("cpu"))
 
     def attempt(self, action: Any) -> bool:
         """Run `action` and tell whether there was room. A shortage must be a real one."""

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import CACHE, KNOWS_POSITIONS, default, make_pool, paged, prompts, shapes_of
+from tiny import CACHE, KNOWS_POSITIONS, build, default, make_pool, paged, prompts, shapes_of
 
-from hf_paged import PagedCache, PoolExhausted, packing
+from hf_paged import PagedCache, PagePool, PoolExhausted, packing
 
 pytestmark = pytest.mark.skipif(not KNOWS_POSITIONS, reason="positions are not known before the prefill: runs padded")
 
@@ -119,3 +119,81 @@ def test_shortage_in_a_packed_prefill(llama: Any) -> None:
         llama.generate(**prompts([16, 21, 3]), max_new_tokens=4, **{CACHE: cache})
     assert cache.lengths == [] and pool.stats().free == 8 and cache._state.packing is None
     assert not packing._padded_only, "a shortage says nothing about the model"
+
+
+def test_shortage_while_a_model_is_measured(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise torch.OutOfMemoryError("no room for one token")
+
+    monkeypatch.setattr(llama, "forward", full)
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        PagePool.for_model(llama, num_blocks=4)
+
+
+def _wrong_dtype(model: Any) -> None:
+    model.generate(
+        **prompts([9, 5]), **{CACHE: PagedCache(PagePool.for_model(model, num_blocks=40, dtype=torch.bfloat16))}
+    )
+
+
+def _released(model: Any) -> None:
+    cache = PagedCache(make_pool(model))
+    cache.release()
+    model.generate(**prompts([9, 5]), **{CACHE: cache})
+
+
+def _hook(model: Any) -> None:
+    """That fails once only."""
+    pool = make_pool(model)
+    calls: list[int] = []
+
+    def check(*args: Any) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise OSError("a check of mine")
+
+    hook = model.model.layers[1].register_forward_pre_hook(check)
+    try:
+        model.generate(**prompts([9, 5]), **{CACHE: PagedCache(pool)})
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize(
+    ("mistake", "error"), [(_wrong_dtype, "the pool stores"), (_released, "was released"), (_hook, "a check of mine")]
+)
+def test_a_mistake_of_the_caller_says_nothing_about_the_model(mistake: Any, error: str, llama: Any) -> None:
+    """It arrives as itself, and the next prompt is packed."""
+    with pytest.raises((ValueError, RuntimeError, OSError), match=error):
+        mistake(llama)
+    pool = make_pool(llama)
+    with shapes_of(llama) as shapes:
+        paged(llama, prompts([16, 21, 3]), pool, max_new_tokens=2)
+    assert shapes[0] == (1, 40) and not packing._padded_only
+
+
+def test_hooks_see_the_rows(llama: Any) -> None:
+    """What is looked at inside a model is not packed: a hook that changes the hidden states of one row finds it."""
+    inputs = prompts([16, 21, 3])
+
+    def steer(module: Any, args: Any, out: Any) -> None:
+        hidden = out[0] if isinstance(out, tuple) else out
+        hidden[-1] *= -1
+
+    hook = llama.model.layers[1].register_forward_hook(steer)
+    try:
+        want = default(llama, inputs, max_new_tokens=4)
+        assert torch.equal(want, paged(llama, inputs, make_pool(llama), max_new_tokens=4))
+    finally:
+        hook.remove()
+    assert not torch.equal(want, default(llama, inputs, max_new_tokens=4))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_dropout_draws_the_numbers_of_a_padded_pass(kind: str) -> None:
+    model, inputs = build(kind), prompts([16, 21, 3])
+    model.set_input_embeddings(torch.nn.Sequential(model.get_input_embeddings(), torch.nn.Dropout(0.1)))
+    model.train()
+    want = default(model, inputs, max_new_tokens=4)
+    assert torch.equal(want, paged(model, inputs, make_pool(model), max_new_tokens=4))
+    assert not torch.equal(want, default(model, inputs, max_new_tokens=4, seed=1))

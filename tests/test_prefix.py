@@ -110,6 +110,19 @@ def test_hash_collisions_cost_a_miss_and_nothing_else(monkeypatch: pytest.Monkey
     assert pool.index.clear() == 1
 
 
+def test_a_block_is_kept_under_one_row_of_tokens() -> None:
+    """Should anybody say that a row holds other tokens than it was said to hold, the first ones stay."""
+    pool = Pool()
+    row = pool.write(tokens((0, 12)), keep=True)
+    pool.index.insert(ROOT, tokens((0, 4), (100, 8)), 0, row)
+    pool.manager.check_integrity()
+    assert pool.hit(tokens((0, 13))) == 12 and pool.hit(tokens((0, 4), (100, 9))) == 4
+    for group in row:
+        group.free()
+    assert pool.index.clear() == 3 and pool.manager.num_used == 0
+    pool.manager.check_integrity()
+
+
 def test_least_recently_used_goes_first_and_tails_before_heads() -> None:
     pool = Pool()
     pool.write(tokens((0, 12)))  # frames 0, 1, 2
