@@ -200,7 +200,7 @@ def _around(model: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _preparing(model: Any, config: Any, model_kwargs: dict[str, Any], mode: Any) -> Iterator[None]:
+def _preparing(model: Any, config: Any, model_kwargs: dict[str, Any]) -> Iterator[None]:
     call = _calls()[-1] if _calls() else None
     if call is None or call.model is not model or call.preparing:  # a class and its base class may both be patched
         yield
