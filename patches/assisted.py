@@ -64,6 +64,7 @@ def _only_new_tokens(model: Any, input_ids: Tensor, kwargs: dict[str, Any], cach
     leave_one_token(input_ids, generation_config, kwargs, cache)
     whole, prepare = covers_everything(input_ids, generation_config, kwargs), model.prepare_inputs_for_generation
 
+    @functools.wraps(prepare)  # `generate` reads its signature
     def sliced(input_ids: Tensor, next_sequence_length: int | None = None, **inputs: Any) -> Any:
         if whole and next_sequence_length is None and paged_in(inputs) is cache:
             next_sequence_length = input_ids.shape[1] - cache.get_seq_length()

@@ -83,7 +83,7 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
         random = draws_at_random(self)
 
         def run(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Any:
-            state, fresh = cache._state, not cached_positions(cache)
+            state, fresh, empty = cache._state, not cached_positions(cache), not cache.num_rows
             prompt = None if random else reuse.read(self, input_ids, model_kwargs, cache)
             if prompt is not None and fresh:
                 reuse.compute_shared(self, prompt, generation_config, model_kwargs, cache)
@@ -102,6 +102,8 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
             except BaseException:
                 if fresh:
                     cache.rewind(0)
+                if empty:
+                    cache.reset()  # states and the encoder's keys, too
                 raise
             if _cache_in(outputs) is not _cache_in(model_kwargs):  # the model keeps more than this cache holds
                 state.history = None

@@ -20,6 +20,8 @@ from transformers import (
     RagTokenForGeneration,
 )
 
+from hf_paged.compat import RELEASE
+
 pytestmark = pytest.mark.filterwarnings("error")
 BART: dict[str, Any] = dict(
     vocab_size=tiny.VOCAB, d_model=32, pad_token_id=0, bos_token_id=1, decoder_start_token_id=2, eos_token_id=2
@@ -33,9 +35,7 @@ BART |= {
 
 def musicgen() -> Callable[[], torch.Tensor]:
     size = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=48, max_position_embeddings=64)
-    config = MusicgenDecoderConfig(
-        vocab_size=tiny.VOCAB, num_codebooks=4, pad_token_id=159, bos_token_id=159, **size
-    )
+    config = MusicgenDecoderConfig(vocab_size=tiny.VOCAB, num_codebooks=4, pad_token_id=159, bos_token_id=159, **size)
     model = tiny.condition(MusicgenForCausalLM(config), 2)
     model.generation_config.update(decoder_start_token_id=159, pad_token_id=159, bos_token_id=159)
     ids = torch.randint(3, 150, (4, 5), generator=torch.Generator().manual_seed(0))
@@ -55,7 +55,10 @@ def rag() -> Callable[[], torch.Tensor]:
     return functools.partial(model.generate, **context, max_length=12)
 
 
-@pytest.mark.parametrize("make", [musicgen, rag])
+@pytest.mark.parametrize(
+    "make",
+    [pytest.param(musicgen, marks=pytest.mark.skipif(RELEASE < (5, 24), reason="its generate fails by itself")), rag],
+)
 def test_other_models_go_on_as_before(make: Callable[[], Callable[[], torch.Tensor]]) -> None:
     """They hand `_prepare_cache_for_generation` its arguments by name."""
     generate = make()
