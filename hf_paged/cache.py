@@ -89,6 +89,11 @@ class PagedCache(Cache):
         return self.num_rows or -1
 
     @property
+    def is_compileable(self) -> bool:
+        """False: `generate` must not compile the forward pass, also where no layer is paged."""
+        return False
+
+    @property
     def cross_attention(self) -> PagedCache | None:
         """The keys and values of the encoder, beside those of an encoder-decoder model's decoder in this cache. None where
         no such model has been run. See `PagedEncoderDecoderCache`."""
