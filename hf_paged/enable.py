@@ -89,8 +89,7 @@ class Enabled:
 
     def _make_pool(self, model: Any) -> PagePool:
         self._made_for = (model.device, model.dtype)
-        with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
-            return PagePool.for_model(model, **self._pool_kwargs)  # which runs the model, maybe with dropout
+        return PagePool.for_model(model, **self._pool_kwargs)
 
     def _pool_for(self, model: Any) -> PagePool:
         with _lock:

@@ -110,7 +110,8 @@ def layers_of(model: Any) -> list[LayerGeometry | OwnLayer]:
             "cache of the model's own: use transformers 5.10 or newer"
         )
     try:
-        cache = measure(model)
+        with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):  # dropout draws
+            cache = measure(model)
     except Exception as error:
         logger.info("%s does not run on one token (%s): its config must tell the geometry", type(model).__name__, error)
         return list(geometry_of(model.config))

@@ -191,6 +191,13 @@ MUTANTS = [
         "        if False:\n",
         "test_machine.py test_padding.py",
     ),
+    Mutant(
+        "measuring a model draws random numbers",
+        "layout.py",
+        'with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):',
+        "if True:",
+        "test_enable.py -k random_numbers",
+    ),
     # prefixes
     Mutant(
         "a hash is believed: tokens",

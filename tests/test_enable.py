@@ -282,3 +282,14 @@ def test_says_why_it_cannot_hook_in(llama: Any, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(GenerationMixin, "_prepare_cache_for_generation", lambda self, other: None)
     with pytest.raises(RuntimeError, match=r"unknown parameters.*other.*Pass a PagedCache to generate"):
         hf_paged.enable(llama, num_blocks=9)
+
+
+def test_measuring_a_model_draws_no_random_numbers() -> None:
+    """In training mode dropout does, and a run with a seed would go on otherwise."""
+    model = tiny.build("gpt2", "sdpa").train()
+    assert model.config.resid_pdrop > 0
+    for make in (hf_paged.enable, hf_paged.PagePool.for_model):
+        with untouched(model):
+            before = torch.get_rng_state()
+            make(model, num_blocks=9)
+            assert torch.equal(before, torch.get_rng_state())
