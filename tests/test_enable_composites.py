@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from enabling import enabled
+from enabling import enabled, untouched
+from test_padding import kernel_calls
 from transformers import (
     BartConfig,
     BertConfig,
+    Blip2Config,
+    Blip2ForConditionalGeneration,
     MusicgenDecoderConfig,
     MusicgenForCausalLM,
     RagConfig,
@@ -67,3 +70,45 @@ def test_other_models_go_on_as_before(make: Callable[[], Callable[[], torch.Tens
     with enabled(tiny.build("llama", "sdpa")):
         assert torch.equal(want, generate())
     assert torch.equal(want, generate())
+
+
+def blip2() -> Any:
+    vision = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
+    former = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
+    text = dict(hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=2, word_embed_proj_dim=32)
+    config = Blip2Config(
+        vision_config=dict(**vision, image_size=8, patch_size=4),
+        qformer_config=dict(**former, encoder_hidden_size=32, vocab_size=tiny.VOCAB),
+        text_config=dict(model_type="opt", vocab_size=tiny.VOCAB, max_position_embeddings=64, pad_token_id=1, **text),
+        num_query_tokens=4,
+        image_token_index=98,
+    )
+    model = tiny.condition(Blip2ForConditionalGeneration(config), 2)
+    model.language_model.generation_config.eos_token_id = None
+    model.config.image_token_id = 98
+    return model
+
+
+def test_a_model_inside_generates() -> None:
+    model = blip2()
+    ids = torch.tensor([[98] * 4 + [5, 6, 7]])
+    pixels = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    flags = dict(pixel_values=pixels, input_ids=ids, max_new_tokens=12, num_beams=3)
+    want = model.generate(**flags)
+    assert want.unique().numel() > 5
+    with untouched(model, {}):
+        with enabled(model) as handle, kernel_calls(handle.pool) as calls:
+            assert torch.equal(want, model.generate(**flags))
+            assert calls and handle.pool.stats().used == 0 < handle.pool.stats().peak_used
+            calls.clear()
+        assert torch.equal(want, model.generate(**flags)) and not calls
+
+
+def test_says_when_nothing_runs_paged() -> None:
+    class Careless(type(tiny.build("llama"))):  # type: ignore[misc]
+        def generate(self, *args: Any, **kwargs: Any) -> Any:
+            return None
+
+    model = Careless(tiny.CONFIGS["llama"]())
+    with enabled(model), pytest.warns(UserWarning, match="Careless.generate makes no cache"):
+        model.generate()
