@@ -99,7 +99,8 @@ def test_a_model_inside_generates() -> None:
     with untouched(model, {}):
         with enabled(model) as handle, kernel_calls(handle.pool) as calls:
             assert torch.equal(want, model.generate(**flags))
-            assert calls and handle.pool.stats().used == 0 < handle.pool.stats().peak_used
+            assert calls or RELEASE < (5, 10)  # there the blocks are read by the dense path
+            assert handle.pool.stats().used == 0 < handle.pool.stats().peak_used
             calls.clear()
         assert torch.equal(want, model.generate(**flags)) and not calls
 
