@@ -21,6 +21,7 @@ from .plan import Bool
 from .pool import PagePool
 from .prefix import Match
 from .state import CacheState
+from .tables import BlockTables
 
 
 class PagedCache(Cache):
@@ -52,6 +53,7 @@ class PagedCache(Cache):
         self._owner: weakref.ref[PagedCache] | None = None  # of a cross-attention half: the self-attention half
         layers = [make_layer(state, index, spec) for index, spec in enumerate(state.pool.layers)]
         super().__init__(layers=layers)
+        state.ahead = BlockTables(state.pool.manager) if self._stateful else None
         # Bound to the state only: a finalizer that held the cache would keep it alive.
         self._finalizer = weakref.finalize(self, state.pool.manager.abandon, state)
 
@@ -93,6 +95,11 @@ class PagedCache(Cache):
         return self.num_rows or -1
 
     @property
+    def is_compileable(self) -> bool:
+        """False: `generate` must not compile the forward pass, also where no layer is paged."""
+        return False
+
+    @property
     def cross_attention(self) -> PagedCache | None:
         """The keys and values of the encoder, beside those of an encoder-decoder model's decoder in this cache. None where
         no such model has been run. See `PagedEncoderDecoderCache`."""
@@ -117,9 +124,21 @@ class PagedCache(Cache):
         try:
             return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
         except PoolExhausted:
+            if not self._state.width:
+                self._empty_layers()  # of states that layers before this one have noted already
             owner = self._owner and self._owner()
             if owner and owner._state.plan:  # its layer has just written: undo that too
                 owner.rewind(owner._state.plan.start)
+            raise
+
+    def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """See `PagedLayer.get_mask_sizes`."""
+        try:
+            return super().get_mask_sizes(*args, **kwargs)
+        except PoolExhausted:
+            for layer in self.layers:
+                if isinstance(layer, PagedBesideLayer):
+                    layer.forget_positions()
             raise
 
     # ---------------------------------------------------------------------------------------------------------- rows

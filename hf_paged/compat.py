@@ -55,8 +55,8 @@ def after_chunks(model_kwargs: dict[str, Any], width: int) -> None:
 
 
 def only_states(cache: Any) -> bool:
-    """Whether no layer of a cache has keys and values; older releases have no such models that take a `Cache`."""
-    return all(getattr(cache, "is_linear", [False]))
+    """Whether no layer of a cache has keys and values. `is_linear` of older releases says so of layers with both, too."""
+    return not any(isinstance(layer, cache_utils.CacheLayerMixin) for layer in cache.layers)
 
 
 def query_length(length_or_positions: Any) -> int:

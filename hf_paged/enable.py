@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,7 @@ from transformers.generation import GenerationMixin
 from .cache import PagedCache
 from .compat import ASSISTANT_CACHES, CACHE_NAME
 from .encoder_decoder import PagedEncoderDecoderCache
+from .layout import LayerGeometry, layers_of, measure
 from .patches import generate as generate_patch
 from .patches.prefill import CACHE_NAMES
 from .pool import PagePool
@@ -37,10 +39,11 @@ def enable(model: Any, pool: PagePool | None = None, **pool_kwargs: Any) -> Enab
         pool: where the blocks come from. By default a new one, `PagePool.for_model(model, **pool_kwargs)`, and another new
             one whenever the model has changed its device or dtype.
 
-    The latest of several `enable` for one model serves its calls; they may be disabled in any order.
+    The latest of several `enable` for one model serves its calls; they may be disabled in any order. A `model.generate` that
+    somebody took hold of before the first `enable` is not reached. Where a model lets one inside generate, that runs paged.
 
-    Raises `TypeError` where `model` cannot generate, or where both `pool` and `pool_kwargs` are given, and what
-    `PagePool.for_model` raises, for a model that hf_paged does not support too.
+    Raises `TypeError` where `model` cannot generate, or where both `pool` and `pool_kwargs` are given, `ValueError` for a pool
+    of another model, and what `PagePool.for_model` raises, for a model that hf_paged does not support too.
     """
     return Enabled(_generating(model), pool, pool_kwargs)
 
@@ -48,7 +51,7 @@ def enable(model: Any, pool: PagePool | None = None, **pool_kwargs: Any) -> Enab
 class Enabled:
     """What `enable` returns: a context manager, and a handle to end it by hand."""
 
-    def __init__(self, model: Any, pool: PagePool | None, pool_kwargs: dict[str, Any]):
+    def __init__(self, model: Any, pool: PagePool | None, pool_kwargs: dict[str, Any], outer: Enabled | None = None):
         if pool is not None and pool_kwargs:
             raise TypeError(
                 f"pool and {', '.join(pool_kwargs)} were both given: give the pool, or what to make one from"
@@ -61,6 +64,12 @@ class Enabled:
             raise ValueError(
                 f"{type(model).__name__} makes its cache itself, so there is nothing to exchange for a paged one"
             )
+        problem = _misfit(model, pool) if pool is not None and outer is None else None
+        if problem:
+            raise ValueError(
+                f"this pool was made for another model, {type(model).__name__} has {problem}: make one with "
+                "PagePool.for_model(model)"
+            )
         self._pool_kwargs = pool_kwargs
         self._made_for: tuple[Any, ...] | None = None  # of a pool of our own: device and dtype that the model had
         self._pool = self._make_pool(model) if pool is None else pool
@@ -69,6 +78,10 @@ class Enabled:
             raise RuntimeError(f"enable() does not work here: {problem}. Pass a PagedCache to generate instead")
         self._configs = _decoder_configs(model)
         self._model = weakref.ref(model)  # the registry must not keep a model alive
+        self._outer = outer
+        self._disabled = False
+        self._told = False  # whether somebody was told that nothing runs paged
+        self._inside = [Enabled(part, self._pool, {}, self) for part in _parts(model, self._pool)]
         with _lock:
             _enabled.setdefault(model, []).append(self)
 
@@ -79,6 +92,7 @@ class Enabled:
 
     def disable(self) -> None:
         """End it. Calls under way finish as they began. Safe to call twice."""
+        self._disabled = True
         model = self._model()
         with _lock:
             handles = _enabled.get(model, []) if model is not None else []
@@ -86,19 +100,24 @@ class Enabled:
                 handles.remove(self)
             if model is not None and not handles:
                 _enabled.pop(model, None)
+        for part in self._inside:
+            part.disable()
 
     def _make_pool(self, model: Any) -> PagePool:
         self._made_for = (model.device, model.dtype)
-        with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
-            return PagePool.for_model(model, **self._pool_kwargs)  # which runs the model, maybe with dropout
+        return PagePool.for_model(model, **self._pool_kwargs)
 
     def _pool_for(self, model: Any) -> PagePool:
+        if self._outer is not None:
+            return self._outer._pool_for(self._outer._model())
         with _lock:
             if self._made_for not in (None, (model.device, model.dtype)):
                 self._pool = self._make_pool(model)
             return self._pool
 
     def __enter__(self) -> Enabled:
+        if self._disabled:
+            raise RuntimeError("this handle was disabled: call hf_paged.enable(model) again")
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -120,6 +139,7 @@ class _Call:
         self.caches: list[weakref.ref[PagedCache]] = []
         self.switched = False
         self.preparing = False
+        self.reached = False  # whether it, or a call inside, came to where caches are made
 
     def exchange(self, config: Any, model_kwargs: dict[str, Any]) -> None:
         """Put paged caches in the place of those that `generate` has made in `model_kwargs`, under a generation config."""
@@ -162,6 +182,13 @@ class _Call:
         """Put the attention back; give back the blocks of a run that failed, whose traceback may hold the cache for long."""
         if self.switched:
             _switch_back(self.handle._configs)
+        if not (self.reached or failed or self.handle._told):
+            self.handle._told = True
+            warnings.warn(
+                f"hf_paged: {type(self.model).__name__}.generate makes no cache where enable() could exchange it, so nothing "
+                "runs paged; if a model inside does the work, enable that one",
+                stacklevel=5,
+            )
         for cache in (reference() for reference in self.caches if failed):
             if cache is not None:
                 cache.release()
@@ -200,11 +227,13 @@ def _around(model: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _preparing(model: Any, config: Any, model_kwargs: dict[str, Any], mode: Any) -> Iterator[None]:
+def _preparing(model: Any, config: Any, model_kwargs: dict[str, Any]) -> Iterator[None]:
     call = _calls()[-1] if _calls() else None
     if call is None or call.model is not model or call.preparing:  # a class and its base class may both be patched
         yield
         return
+    for outer in _calls():
+        outer.reached = True
     unasked = ASSISTANT_CACHES if config.is_assistant else (None,)
     free = _cache_in(model_kwargs) is None and config.cache_implementation in unasked
     call.preparing = True
@@ -257,6 +286,34 @@ def _generating(model: Any) -> Any:
             f"{type(model).__name__} holds {names} that can generate: call enable() with one model that can"
         )
     return found[0]
+
+
+def _parts(model: Any, pool: PagePool) -> list[Any]:
+    """The models inside one with a `generate` of its own that may do the work, as far as its pool fits them."""
+    if type(model).generate is GenerationMixin.generate:
+        return []
+    inside = [module for module in model.modules() if module is not model and isinstance(module, GenerationMixin)]
+    return [part for part in inside if part._supports_default_dynamic_cache() and not _misfit(part, pool)]
+
+
+def _misfit(model: Any, pool: PagePool) -> str | None:
+    """What a model has that a pool has not; None where they fit, or where the model does not tell. A pool may store less than
+    a float32 model computes in, for autocast."""
+    if model.device.type not in (pool.device.type, "meta"):
+        return f"its weights on {model.device}, not on {pool.device}"
+    if model.dtype not in (pool.dtype, torch.float32):
+        return f"{model.dtype} weights, and the pool stores {pool.dtype}"
+    try:
+        measure(model)  # a config alone may tell other shapes
+        layers = layers_of(model)
+    except Exception:
+        return None
+    if len(layers) != len(pool.layers):
+        return f"{len(layers)} layers, not {len(pool.layers)}"
+    for index, (own, given) in enumerate(zip(layers, pool.layers)):
+        if type(own) is not type(given) or (isinstance(own, LayerGeometry) and own[:3] != given[:3]):
+            return f"{own} in layer {index}, not {given}"
+    return None
 
 
 def _decoder_configs(model: Any) -> list[Any]:

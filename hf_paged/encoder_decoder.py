@@ -57,6 +57,11 @@ class PagedEncoderDecoderCache(EncoderDecoderCache):
         self.cross_attention_cache = cross
         self.is_updated = _Written(self.cross_attention_cache.layers)
 
+    @property
+    def is_compileable(self) -> bool:
+        """See `PagedCache.is_compileable`."""
+        return False
+
     def fork(self, repeats: int = 1) -> PagedEncoderDecoderCache:
         """See `PagedCache.fork`."""
         return type(self)(self.self_attention_cache.fork(repeats))

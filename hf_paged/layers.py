@@ -98,8 +98,11 @@ class PagedLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name in older releases
 
     def get_mask_sizes(self, length: Any) -> tuple[int, int]:
-        """Length and offset of the keys in the next forward pass."""
-        return Width(self.width + query_length(length), self.state), 0
+        """Length and offset of the keys in the next forward pass. Models ask before their first layer, so that is where the
+        blocks are reserved: see `CacheState.reserve`."""
+        q_length = query_length(length)
+        self.state.reserve(q_length)
+        return Width(self.width + q_length, self.state), 0
 
     @property
     def record_past(self) -> bool:
@@ -184,6 +187,12 @@ class PagedBesideLayer(PagedLayer):
     def forget(self) -> None:
         """Drop what is not paged."""
         self._own = self._make()
+
+    def forget_positions(self) -> None:
+        """Drop the positions of a pass that has not begun. Models note them before they ask for the sizes of masks."""
+        positions = getattr(self._own, "indexer_position_ids", None)  # [3, B, S]
+        if positions is not None:
+            self._own.indexer_position_ids = positions[..., : self.width]
 
     def copy_states(self, other: PagedBesideLayer) -> None:
         """Take over a copy of what `other` keeps beside its keys and values."""

@@ -152,7 +152,13 @@ def _grows_beside(layer: Any) -> bool:
 
 @torch.no_grad()
 def measure(model: Any) -> Any:
-    """The default cache of `model` after one token; of an encoder-decoder model, the decoder's own."""
+    """The default cache of `model` after one token; of an encoder-decoder model, the decoder's own. Draws no random numbers
+    from those of the caller, also where dropout is in force."""
+    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+        return _one_token(model)
+
+
+def _one_token(model: Any) -> Any:
     cache = DynamicCache(config=model.config)
     token = torch.ones((1, 1), dtype=torch.long, device=model.device)
     if not model.config.is_encoder_decoder:

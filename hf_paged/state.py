@@ -12,7 +12,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from .blocks import Int64
+from .blocks import Int64, PoolExhausted
 from .device_plan import DeviceTables
 from .history import History
 from .layout import Group
@@ -60,6 +60,7 @@ class CacheState:
     def __init__(self, pool: PagePool):
         self.pool = pool
         self.groups = [BlockTables(pool.manager) for _ in pool.groups]
+        self.ahead: BlockTables | None = None  # see `reserve`; where layers keep more than blocks
         self.cross = False
         self.recording = False  # whether tokens that leave a window are kept until the next `crop`
         self.width = 0
@@ -98,6 +99,26 @@ class CacheState:
                 f"are new: pass the mask of the whole sequence, [batch, {total}]"
             )
         self._announced = _Announcement(None if attention_mask is None else attention_mask[:, :total], q_length)
+
+    def reserve(self, q_length: int) -> None:
+        """Hold blocks for the pass of this length that is about to begin, pads counted, where layers keep more than blocks: a
+        shortage must come before the first of them has changed. Raises `PoolExhausted`; the state is as before then."""
+        if self.ahead is None or not self.width:  # what an empty cache's layers keep of a failed pass is dropped
+            return
+        counts = np.full(self.tables.num_rows, q_length)
+        with self.pool.manager.lock:
+            self.ahead.free()
+            marks = [tables.mark() for tables in self.groups]
+            try:
+                if not self.recording:
+                    self._slide()
+                needed = sum(tables.blocks_needed(counts) for tables in self.groups)
+                self.ahead.add_rows(1)
+                self.ahead.append([needed * self.pool.block_size])
+            except PoolExhausted:
+                for tables, mark in zip(self.groups, marks):
+                    tables.restore(mark)
+                raise
 
     def begin(self, batch: int, q_length: int) -> StepPlan:
         """Take blocks for the new tokens of a pass of this shape, and plan it. Raises `PoolExhausted`, and
@@ -165,6 +186,7 @@ class CacheState:
         and the copies that these need made. Whatever it raises, the tables are as before then."""
         manager = self.pool.manager
         with manager.lock:
+            self._let_go()
             if many and not self.recording and any(group.window for group in self.pool.groups):
                 self.remember()  # a chunk of a prompt, before what leaves a window is given back
             marks = [tables.mark() for tables in self.groups]
@@ -184,6 +206,11 @@ class CacheState:
                 for tables, mark in zip(self.groups, marks):
                     tables.restore(mark)
                 raise
+
+    def _let_go(self) -> None:
+        """Give back what `reserve` holds."""
+        if self.ahead is not None:
+            self.ahead.free()
 
     def _slide(self) -> None:
         """Give back what no query that follows will see: the next one of a row stands at its length."""
@@ -391,6 +418,7 @@ class CacheState:
             self._drop_rows()
 
     def _drop_rows(self) -> None:
+        self._let_go()
         for tables in self.groups:
             tables.free()
         self.width = 0

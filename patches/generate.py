@@ -19,18 +19,18 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-PARAMETERS = ["self", "generation_config", "model_kwargs", "generation_mode"]
+PARAMETERS = ["self", "generation_config", "model_kwargs"]
 
 
 def apply(
     model_class: type,
     around: Callable[[Any], AbstractContextManager[Any]],
-    preparing: Callable[[Any, Any, dict[str, Any], Any], AbstractContextManager[Any]],
+    preparing: Callable[[Any, Any, dict[str, Any]], AbstractContextManager[Any]],
 ) -> str | None:
     """Install the patch for the models of a class, once. Returns why not, where that is so.
 
     Every `generate` of such a model runs inside `around(model)`, and the making of its cache inside
-    `preparing(model, generation_config, model_kwargs, generation_mode)`.
+    `preparing(model, generation_config, model_kwargs)`.
     """
     owners = {}
     for name in ("generate", "_prepare_cache_for_generation"):
@@ -55,12 +55,12 @@ def apply(
 
     if not getattr(prepare, "_hf_paged_enable", False):
 
-        @functools.wraps(prepare)
+        @functools.wraps(prepare)  # models call it with names too, so ours are upstream's
         def paged_prepare(
-            self: Any, config: Any, model_kwargs: dict[str, Any], mode: Any, *args: Any, **kwargs: Any
+            self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
         ) -> Any:
-            with preparing(self, config, model_kwargs, mode):
-                return prepare(self, config, model_kwargs, mode, *args, **kwargs)
+            with preparing(self, generation_config, model_kwargs):
+                return prepare(self, generation_config, model_kwargs, *args, **kwargs)
 
         paged_prepare._hf_paged_enable = True  # type: ignore[attr-defined]
         owners["_prepare_cache_for_generation"]._prepare_cache_for_generation = paged_prepare  # type: ignore[attr-defined]

@@ -96,7 +96,7 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
         rows_as_given = instrumented or draws_at_random(self)
 
         def run(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Any:
-            state, fresh = cache._state, not cached_positions(cache)
+            state, fresh, empty = cache._state, not cached_positions(cache), not cache.num_rows
             prompt = None if rows_as_given else reuse.read(self, input_ids, whole, model_kwargs, cache)
             new_ids = input_ids[:, cached_positions(cache) :] if whole else input_ids
             if prompt is not None and fresh:
@@ -121,6 +121,8 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
             except BaseException:
                 if fresh:
                     cache.rewind(0)
+                if empty:
+                    cache.reset()  # states and the encoder's keys, too
                 raise
             finally:
                 state.prefilling = False

@@ -23,10 +23,25 @@ def untouched(model: Any, attention: Any = "sdpa") -> Iterator[Any]:
 
 
 def state_of(model: Any) -> Any:
-    """What `enable` must not change: attributes, configs, attention implementations, generation config."""
-    modules = [(name, type(module), sorted(vars(module))) for name, module in model.named_modules()]
+    """What `enable` must not change: attributes and weights, configs, attention implementations, generation config."""
+    modules = [
+        (name, type(module), {**noted(vars(module)), "generation_config": None})
+        for name, module in model.named_modules()
+    ]
     configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
-    return modules, [vars(config).copy() for config in configs.values()], model.generation_config.to_dict()
+    return modules, [noted(vars(config)) for config in configs.values()], model.generation_config.to_dict()
+
+
+def noted(value: Any) -> Any:
+    """A value to compare with itself later: contents where that is simple, else which object it is."""
+    if isinstance(value, torch.Tensor):
+        content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return id(value), value.dtype, value.shape, value.requires_grad, content
+    if isinstance(value, dict):
+        return {key: noted(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [noted(item) for item in value]
+    return value if isinstance(value, (int, float, str, type(None))) else id(value)
 
 
 def enabled(model: Any, num_blocks: int = 400, block_size: int = 4, **kwargs: Any) -> Any:

@@ -150,6 +150,27 @@ MUTANTS = [
         "test_faults.py -k 'copy or handles'",
     ),
     Mutant(
+        "a shortage comes after states have moved",
+        "layers.py",
+        "        self.state.reserve(q_length)\n",
+        "",
+        "test_shortage.py -k 'jamba or qwen4'",
+    ),
+    Mutant(
+        "an empty cache keeps the states of a failed pass",
+        "cache.py",
+        "            if not self._state.width:\n",
+        "            if False:\n",
+        "test_shortage.py -k 'by_hand and jamba'",
+    ),
+    Mutant(
+        "positions of a pass that has not begun stay",
+        "cache.py",
+        "                    layer.forget_positions()\n",
+        "                    pass\n",
+        "test_shortage.py -k qwen4",
+    ),
+    Mutant(
         "two threads in one pass",
         "state.py",
         "if len(plan.written) < len(self.pool.geometry):",
@@ -169,6 +190,13 @@ MUTANTS = [
         "        if lost.any():\n",
         "        if False:\n",
         "test_machine.py test_padding.py",
+    ),
+    Mutant(
+        "measuring a model draws random numbers",
+        "layout.py",
+        'with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):',
+        "if True:",
+        "test_enable.py -k random_numbers",
     ),
     # prefixes
     Mutant(

@@ -24,7 +24,7 @@ from transformers import (
 from transformers.generation import GenerationMixin
 
 import hf_paged
-from hf_paged import PagedCache
+from hf_paged import LayerGeometry, PagedCache, PagePool
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -154,6 +154,8 @@ def test_nested_and_disabled_in_any_order(llama: Any) -> None:
         second.disable()
         second.disable()
         assert serves(llama, fourth)
+    with pytest.raises(RuntimeError, match="was disabled: call"), second:
+        pass
     assert "disabled" in repr(second) and "gpt2" in repr(third).lower()
     for handle in (first, second, fourth):
         assert not serves(llama, handle)
@@ -212,8 +214,10 @@ def test_a_model_that_changed_its_dtype_gets_another_pool() -> None:
         model.to(torch.bfloat16)
         generate(model, prompts([9]))
         assert handle.pool.dtype == torch.bfloat16 and handle.pool.num_blocks == before.num_blocks
-    with hf_paged.enable(model, before), pytest.raises(ValueError, match="bfloat16"):
-        generate(model, prompts([9]))
+    with pytest.raises(
+        ValueError, match=r"another model, LlamaForCausalLM has torch\.bfloat16 weights.*torch\.float32"
+    ):
+        hf_paged.enable(model, before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -264,6 +268,20 @@ def test_wrappers() -> None:
         (lambda llama: (llama.model,), TypeError, "LlamaModel holds none that can generate"),
         (lambda llama: (Wrapper(a=llama, b=tiny.build("gpt2")),), TypeError, "LlamaForCausalLM, GPT2LMHeadModel"),
         (lambda llama: (llama, "4GiB"), TypeError, "PagePool, got str"),
+        (
+            lambda llama: (llama, tiny.make_pool(tiny.build("gpt2"))),
+            ValueError,
+            r"kv_heads=2.* layer 0, not .*kv_heads=4",
+        ),
+        (lambda llama: (llama, PagePool([LayerGeometry(2, 16, 16)], num_blocks=9)), ValueError, "3 layers, not 1"),
+        (
+            lambda llama: (
+                llama,
+                PagePool([LayerGeometry(2, 16, 16)], num_blocks=9, device="meta", kernel="reference"),
+            ),
+            ValueError,
+            "on cpu, not on meta",
+        ),
         (lambda llama: (llama, tiny.make_pool(llama), dict(memory="1GiB")), TypeError, "memory were both given"),
         (lambda llama: (llama, None, dict(memory="1GiB", num_blocks=3)), ValueError, "give one of them"),
         (lambda llama: (llama, None, dict(memory=5)), ValueError, "memory=5 holds no block"),
@@ -282,3 +300,14 @@ def test_says_why_it_cannot_hook_in(llama: Any, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(GenerationMixin, "_prepare_cache_for_generation", lambda self, other: None)
     with pytest.raises(RuntimeError, match=r"unknown parameters.*other.*Pass a PagedCache to generate"):
         hf_paged.enable(llama, num_blocks=9)
+
+
+def test_measuring_a_model_draws_no_random_numbers() -> None:
+    """In training mode dropout does, and a run with a seed would go on otherwise."""
+    model = tiny.build("gpt2", "sdpa").train()
+    assert model.config.resid_pdrop > 0
+    for make in (hf_paged.enable, hf_paged.PagePool.for_model):
+        with untouched(model):
+            before = torch.get_rng_state()
+            make(model, num_blocks=9)
+            assert torch.equal(before, torch.get_rng_state())
