@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -80,10 +81,10 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
         if cache is None:
             return upstream(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
         leave_one_token(input_ids, generation_config, model_kwargs, cache)
-        random = draws_at_random(self)
+        random, state = draws_at_random(self), cache._state
 
         def run(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Any:
-            state, fresh = cache._state, not cached_positions(cache)
+            fresh = not cached_positions(cache)
             prompt = None if random else reuse.read(self, input_ids, model_kwargs, cache)
             if prompt is not None and fresh:
                 reuse.compute_shared(self, prompt, generation_config, model_kwargs, cache)
@@ -100,8 +101,9 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
                         if generation_config.prefill_chunk_size is not None:
                             after_chunks(model_kwargs, cached_positions(cache))
             except BaseException:
-                if fresh:
-                    cache.rewind(0)
+                plan = state.plan
+                if fresh and (plan is None or not plan.q_length or plan.thread == threading.get_ident()):
+                    cache.rewind(0)  # nothing stands in it that another thread has written
                 raise
             if _cache_in(outputs) is not _cache_in(model_kwargs):  # the model keeps more than this cache holds
                 state.history = None
@@ -128,7 +130,7 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
             # Older releases note in the arguments how far they have come.
             model_kwargs.update({name: value for name, value in few.items() if name not in model_kwargs})
             # Also on failure: rows that were equal before hold the same blocks, so this puts the cache back as it was.
-            if cache.num_rows == shared:
+            if cache.num_rows == shared and not state.interrupted:
                 cache.select(inverse)
         returned = _cache_in(outputs)
         if (
