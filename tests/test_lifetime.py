@@ -116,7 +116,7 @@ def test_a_forked_process_is_told_so() -> None:
     """In a process of its own: a fork of one that runs threads is not for a test runner. Another thread holds the pool's lock
     meanwhile, so whatever waits for it in the child waits for ever."""
     program = """
-import gc, os, threading, torch, hf_paged
+import gc, os, signal, threading, torch, hf_paged
 pool = hf_paged.PagePool([hf_paged.LayerGeometry(1, 8, 8)], num_blocks=4, kernel="reference")
 cache, other, dropped = (hf_paged.PagedCache(pool) for _ in range(3))
 keys = torch.zeros(1, 1, 1, 8)
@@ -146,6 +146,7 @@ threading.Thread(target=hold).start()
 held.wait()
 child = os.fork()
 if not child:
+    signal.alarm(30)
     silent = []
     for name, action in actions.items():
         try:
