@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -46,6 +46,7 @@ class IntegrityError(RuntimeError):
     """The bookkeeping of a pool contradicts itself: a bug in hf_paged, never in the caller."""
 
 
+@runtime_checkable
 class Holder(Protocol):
     """What may hold frames: the rows of a cache, the prefix index."""
 
@@ -70,12 +71,19 @@ class Reserve(Protocol):
     def give_back(self, count: int) -> None:
         """Free `count` of the frames that nobody else holds; there are as many."""
 
+    def recover(self) -> None:
+        """Be whole again after a change that was interrupted anywhere. Leaves the counts to the manager."""
+
 
 class BlockManager:
     """Owns `num_blocks` frames: who is free, and how many rows hold each of the others.
 
     All methods take the lock, so several `BlockTables` may draw on one manager from several threads. With `max_blocks` it
     grows up to that number when nothing else is left. `reserve` is asked for frames first.
+
+    What changes counts together with those who hold frames stands inside `with manager.lock, manager:`. An interrupt there
+    (KeyboardInterrupt, SystemExit) may leave both half changed, and everything is counted anew then. The lock stands outside:
+    no signal is delivered between the end of a block and the release of a lock.
     """
 
     def __init__(self, num_blocks: int, block_size: int, max_blocks: int | None = None):
@@ -102,6 +110,13 @@ class BlockManager:
         # Garbage collection may run at any line, also while the lock is held and the counts are half changed. So a
         # dying cache only leaves its rows here, and the next operation frees them.
         self._abandoned: deque[Owner] = deque()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        if kind is not None and not issubclass(kind, Exception):
+            self.recount()
 
     @property
     def num_reserved(self) -> int:
@@ -185,25 +200,39 @@ class BlockManager:
 
     def abandon(self, owner: Owner) -> None:
         """Call `owner.free()` at the next operation. Takes no lock and is safe inside garbage collection."""
-        owner.abandoned = True
         self._abandoned.append(owner)
+        owner.abandoned = True
 
     def collect(self) -> None:
-        """Free what was abandoned."""
+        """Free what was abandoned. Under the lock."""
         while self._abandoned:
-            try:
-                owner = self._abandoned.popleft()
-            except IndexError:  # another thread was faster
-                return
-            owner.free()
+            self._abandoned[0].free()
+            self._abandoned.popleft()  # only now: an interrupt before leaves it to the next call
+
+    def _held(self) -> Int64:
+        """How many hold each frame, int64 [max_blocks], asked of those who do."""
+        held = np.zeros(self.max_blocks, np.int64)
+        # Garbage collection takes what dies in a cycle out of the weak set before it is abandoned.
+        for holder in {id(holder): holder for holder in (*self._holders, *self._abandoned)}.values():
+            if isinstance(holder, Holder):
+                np.add.at(held, holder.held_frames(), 1)
+        return held
+
+    def recount(self) -> None:
+        """Take all counts and the free list from those who hold frames, whatever they say now."""
+        if self.reserve is not None:
+            self.reserve.recover()
+        held = self._held()
+        free = np.flatnonzero(held[: self.num_blocks] == 0)
+        self.ref_counts[:] = held
+        self._free[: len(free)] = free[::-1]
+        self.num_free = len(free)
 
     def check_integrity(self) -> None:
         """Recompute every count from those who hold frames. Raises `IntegrityError` at the first contradiction."""
         with self.lock:
             self.collect()
-            expected = np.zeros(self.max_blocks, np.int64)
-            for holder in list(self._holders):
-                np.add.at(expected, holder.held_frames(), 1)
+            expected = self._held()
             wrong = np.flatnonzero(expected != self.ref_counts)
             if len(wrong):
                 frame = int(wrong[0])

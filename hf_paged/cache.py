@@ -74,6 +74,7 @@ class PagedCache(Cache):
     @property
     def lengths(self) -> list[int]:
         """Real tokens of every row, pads not counted. Empty where no layer is paged."""
+        self._state.check_released()
         lengths: list[int] = self._state.tables.lengths.tolist()
         return lengths
 
@@ -81,6 +82,7 @@ class PagedCache(Cache):
     def block_tables(self) -> list[list[int]]:
         """The block ids of every row, in the order of its tokens. Of a model whose layers look back differently far, those
         of its first group of layers."""
+        self._state.check_released()
         return self._state.tables.block_ids()
 
     @property
@@ -147,6 +149,7 @@ class PagedCache(Cache):
     def attention_mask(self) -> Tensor:
         """Which positions hold tokens, 1, and which are pads, 0: int64 [B, width], on the CPU whatever device
         the model is on. With ones for the new tokens behind it, the mask of the next forward pass."""
+        self._state.check_released()
         return torch.from_numpy(self._state._at_width(self._state.width).astype(np.int64))
 
     def fork(self, repeats: int = 1, rows: Any = None) -> PagedCache:
@@ -154,7 +157,8 @@ class PagedCache(Cache):
         and copies nothing."""
         if repeats < 1:
             raise ValueError(f"repeats={repeats} must be at least 1")
-        chosen = np.arange(self.num_rows) if rows is None else _row_numbers(rows)
+        self._state.check()
+        chosen = np.arange(self.num_rows) if rows is None else _row_numbers(rows, self.num_rows)
         chosen = np.repeat(chosen, repeats)
         twin = type(self).__new__(type(self))
         twin._attach(self._state.fork(chosen if self._paged else chosen[:0]), self.salt)
@@ -181,8 +185,8 @@ class PagedCache(Cache):
         """
         if not caches or len({(id(cache.pool), cache.salt) for cache in caches}) > 1:
             raise ValueError(f"join needs caches of one pool and one salt, got {list(caches)}")
-        if any(cache._state.released for cache in caches):
-            raise RuntimeError("one of the caches to join was released")
+        for cache in caches:
+            cache._state.check()
         if caches[0]._stateful or any(cache.cross_attention is not None for cache in caches):
             own = caches[0]._stateful or "cross-attention"
             raise RuntimeError(f"caches that hold more than the keys and values of a decoder cannot be joined: {own}")
@@ -198,17 +202,19 @@ class PagedCache(Cache):
     def select(self, rows: Any) -> None:
         """Row `i` becomes what row `rows[i]` was. Rows may repeat, which forks them, or be left out, which frees them.
         Moves table entries, never keys or values; the identity does nothing."""
-        chosen = _row_numbers(rows)
-        cross = self._cross
-        if cross is not None and cross.num_rows:
-            cross.select(chosen)
-            if not self._state.tables.num_rows:
-                return  # cropped to nothing, while the encoder's keys stay
-        identity = np.array_equal(chosen, np.arange(self.num_rows))
-        if self._paged:
-            self._state.select(chosen)
-        for layer in [] if identity else self._stateful:
-            layer.reorder_cache(torch.from_numpy(chosen))
+        self._state.check()
+        chosen = _row_numbers(rows, self.num_rows)
+        with self._state:
+            cross = self._cross
+            if cross is not None and cross.num_rows:
+                cross.select(chosen)
+                if not self._state.tables.num_rows:
+                    return  # cropped to nothing, while the encoder's keys stay
+            identity = np.array_equal(chosen, np.arange(self.num_rows))
+            if self._paged:
+                self._state.select(chosen)
+            for layer in [] if identity else self._stateful:
+                layer.reorder_cache(torch.from_numpy(chosen))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the rows for beam search."""
@@ -230,31 +236,41 @@ class PagedCache(Cache):
         Under transformers up to 5.17 a number > 0 is the number of positions to keep, and in its older releases 0 as well, as
         for every cache there.
         """
+        self._state.check()
         if (tokens_to_remove > 0 and CROP_TO_LENGTH) or (tokens_to_remove == 0 and not CROP_ZERO_KEEPS_ALL):
             tokens_to_remove = min(tokens_to_remove - self._state.width, 0)
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop({tokens_to_remove}) is not supported: pass a negative number, -n removes the last n positions"
             )
-        for layer in self._stateful:
-            layer.crop(int(tokens_to_remove))
-        self.rewind(self._state.width + int(tokens_to_remove))
+        with self._state:
+            for layer in self._stateful:
+                layer.crop(int(tokens_to_remove))
+            self._rewind(self._state.width + int(tokens_to_remove))
 
     def adopt(self, matches: list[Match], lengths: Int64, width: int, real: Bool | None) -> None:
         """See `CacheState.adopt`."""
-        self._state.adopt(matches, lengths, width, real)
-        for layer in self._paged:
-            layer.width = width
+        self._state.check()
+        with self._state:
+            self._state.adopt(matches, lengths, width, real)
+            for layer in self._paged:
+                layer.width = width
 
     def rewind(self, width: int) -> None:
         """Keep the first `width` padded positions, at most what there are, also after a forward pass that failed half way.
         Only the paged layers."""
+        self._state.check(whole=width > 0)
+        with self._state:
+            self._rewind(width)
+
+    def _rewind(self, width: int) -> None:
         self._state.crop(width)
         for layer in self._paged:
             layer.width = min(layer.width, self._state.width)
 
     def reset(self) -> None:
-        """Give all blocks back and start over with any batch size, also after a failed forward pass."""
+        """Give all blocks back and start over with any batch size, also after a failed forward pass or an interrupt."""
+        self._state.check(whole=False)
         self._state.reset()
         self._empty_layers()
         if self._cross is not None:
@@ -270,7 +286,11 @@ class PagedCache(Cache):
                 self.layers[index] = spec.make()
 
     def release(self) -> None:
-        """Give all blocks back for good. Safe to call twice."""
+        """Give all blocks back for good. Safe to call twice, and in a forked process, where it does nothing. Raises
+        `RuntimeError` while a `generate` in another thread runs on this cache."""
+        if self.pool.forked:
+            return
+        self._state.check_thread()
         self._state.release()
         self._empty_layers()
         if self._cross is not None:
@@ -279,8 +299,9 @@ class PagedCache(Cache):
     def __enter__(self) -> PagedCache:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.release()
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        if kind is None or not self._state.elsewhere:  # an error on its way goes first: the blocks come back later
+            self.release()
 
     # -------------------------------------------------------------------------------------------------------- objects
 
@@ -310,9 +331,17 @@ class PagedCache(Cache):
         return f"PagedCache({size}{f', not paged: {own}' if own else ''}, {state.pool!r})"
 
 
-def _row_numbers(rows: Any) -> Int64:
-    """Row numbers, int64 [n], from numbers or flags in any form."""
+def _row_numbers(rows: Any, num_rows: int) -> Int64:
+    """Row numbers, int64 [n], from whole numbers in any form, or from one flag for each of `num_rows` rows."""
     if isinstance(rows, Tensor):
         rows = rows.detach().cpu().numpy()
-    rows = np.asarray(rows)
-    return (np.flatnonzero(rows) if rows.dtype == bool else rows).reshape(-1).astype(np.int64)
+    given = np.asarray(rows)
+    if given.dtype == bool:
+        if given.shape != (num_rows,):
+            raise ValueError(
+                f"rows={given.tolist()} are flags, and the cache has {num_rows} rows: give one flag per row, or row numbers"
+            )
+        given = np.flatnonzero(given)
+    elif given.size and given.dtype.kind not in "iu":
+        raise TypeError(f"rows={given.tolist()} must be whole numbers, rows of the cache, got {given.dtype}")
+    return given.reshape(-1).astype(np.int64)

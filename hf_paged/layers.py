@@ -68,6 +68,8 @@ class PagedLayer(CacheLayerMixin):
         plan = state.plan
         if self.width == state.width:  # the first layer of a forward pass
             plan = state.begin(batch, q_length)
+        else:
+            state.check_thread()
         if plan is None or (self.width, batch, q_length) != (plan.start, plan.batch, plan.q_length):
             raise RuntimeError(
                 f"layer {self.index} holds {self.width} positions and got {q_length} for {batch} rows, out of step with "

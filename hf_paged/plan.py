@@ -32,7 +32,7 @@ class StepPlan:
         batch, q_length: the shape of the pass: `rows` and `width - start`; 1 and all new tokens of all rows when packed.
         packed: the rows stand one after the other in a batch of 1, without pads.
         native: whether plain causality over the stored tokens is what the caller expects; else the exact dense mask.
-        thread: the one that runs the pass.
+        thread: the one that runs the pass. None: the `generate` that ran it is over.
         written, attended: the layers that have written, and those that a kernel has read.
     """
 
@@ -55,7 +55,7 @@ class StepPlan:
         counts = np.full(rows, q_length) if new is None else new.sum(1)
         self.start, self.width, self.native, self.packed = start, start + q_length, native, packed
         self.batch, self.q_length = (1, int(counts.sum())) if packed else (rows, q_length)
-        self.thread = threading.get_ident()
+        self.thread: int | None = threading.get_ident()
         self.written: set[int] = set()
         self.attended: set[int] = set()
         lengths = groups[0].lengths

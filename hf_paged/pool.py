@@ -208,9 +208,14 @@ class PagePool:
         """Bytes of keys and values that one block takes in all layers of a group together."""
         return self._bytes_per_token * self.block_size
 
+    @property
+    def forked(self) -> bool:
+        """Whether this process was forked from the one that made the pool."""
+        return os.getpid() != self._process
+
     def check_process(self) -> None:
         """Raise `RuntimeError` in a process that was forked from the one that made the pool."""
-        if os.getpid() != self._process:
+        if self.forked:
             raise RuntimeError(
                 f"this pool belongs to process {self._process}, and this is process {os.getpid()}: what a fork inherits of it "
                 "must not be used, its locks and its kernel's threads stayed behind. Make a pool in this process"
@@ -337,12 +342,14 @@ class PagePool:
     def check_integrity(self) -> None:
         """Recompute all counts from the live caches, and walk the prefix index. Raises `hf_paged.IntegrityError` at the first
         contradiction."""
+        self.check_process()
         with self.manager.lock:
             self.manager.check_integrity()
             self.prefixes.check_integrity()
 
     def clear_prefix_cache(self) -> int:
         """Give back all blocks that only the prefix index holds. Returns their number."""
+        self.check_process()
         return self.prefixes.clear()
 
     def __repr__(self) -> str:

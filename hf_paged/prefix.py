@@ -113,7 +113,7 @@ class PrefixIndex:
 
     def adopt(self, match: Match, row: int, length: int, groups: Sequence[BlockTables]) -> None:
         """Let the empty row `row` of each group's tables hold the first `length` tokens of the match."""
-        with self.manager.lock:
+        with self.manager.lock, self.manager:
             nodes = match.nodes[: self._blocks_for(length)]
             for group, tables in enumerate(groups):
                 first = self._first(length, group)
@@ -142,7 +142,7 @@ class PrefixIndex:
 
     def insert(self, root: bytes, tokens: Int64, row: int, groups: Sequence[BlockTables]) -> None:
         """Remember the full blocks of `row` in each group's tables. `tokens` [n] are the first ones of the row."""
-        with self.manager.lock:
+        with self.manager.lock, self.manager:
             nodes: list[Node] = []
             parent = self._roots.setdefault(root, Node(root))
             for index, block in enumerate(self.blocks(tokens)):
@@ -182,7 +182,7 @@ class PrefixIndex:
 
     def give_back(self, count: int) -> None:
         """Evict `count` frames that nobody else holds, or all of these if they are fewer."""
-        with self.manager.lock:
+        with self.manager.lock, self.manager:
             idle = np.flatnonzero(self.held & (self.manager.ref_counts == 1))
             if count < len(idle):
                 idle = idle[np.argpartition(self._rank[idle], count)[:count]] if count > 0 else idle[:0]
@@ -190,7 +190,7 @@ class PrefixIndex:
 
     def clear(self) -> int:
         """Forget everything. Returns the number of blocks that are free by that."""
-        with self.manager.lock:
+        with self.manager.lock, self.manager:
             before = self.manager.num_free
             self._drop(np.flatnonzero(self.held))
             return self.manager.num_free - before
@@ -213,15 +213,32 @@ class PrefixIndex:
 
     # --------------------------------------------------------------------------------------------------------- checks
 
+    def _owners(self) -> dict[int, tuple[Node, int]]:
+        """Of every frame that a node holds: the node and the group. What the nodes say is what counts."""
+        return {
+            frame: (node, group)
+            for node in self._nodes.values()
+            for group, frame in enumerate(node.frames)
+            if frame != UNUSED
+        }
+
+    def recover(self) -> None:
+        """Be whole again after a change that was interrupted anywhere: all else is taken from the nodes."""
+        self._owner = self._owners()
+        self.held[:] = False
+        self.held[list(self._owner)] = True
+        children = Counter(id(node.parent) for node in self._nodes.values())
+        nodes = [*self._roots.values(), *self._nodes.values()]
+        for node in nodes:
+            node.children = children[id(node)]
+        for node in nodes:
+            if (self._nodes if node.parent else self._roots).get(node.digest) is node:
+                self._prune(node)
+
     def check_integrity(self) -> None:
         """Walk the whole tree. Raises `IntegrityError` at the first contradiction."""
         with self.manager.lock:
-            owner = {
-                frame: (node, group)
-                for node in self._nodes.values()
-                for group, frame in enumerate(node.frames)
-                if frame != UNUSED
-            }
+            owner = self._owners()
             held = self.held_frames().tolist()
             if owner != self._owner or sorted(owner) != held or sum(map(_count, self._nodes.values())) != len(held):
                 raise IntegrityError(f"the prefix index holds frames {held}, but its nodes have {sorted(owner)}")

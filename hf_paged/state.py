@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,6 +11,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from .access import Access
 from .blocks import Int64, PoolExhausted
 from .device_plan import DeviceTables
 from .history import History
@@ -48,7 +48,7 @@ class Packing(NamedTuple):
     real: Bool  # those and the ones that the rows hold already
 
 
-class CacheState:
+class CacheState(Access):
     """Rows, width and pads of one cache. Layers hold this object, not the cache, so a cache that nobody holds any more
     dies at once and its finalizer gives the blocks back.
 
@@ -58,17 +58,15 @@ class CacheState:
     """
 
     def __init__(self, pool: PagePool):
-        self.pool = pool
+        super().__init__(pool)
         self.groups = [BlockTables(pool.manager) for _ in pool.groups]
         self.ahead: BlockTables | None = None  # see `reserve`; where layers keep more than blocks
         self.cross = False
         self.recording = False  # whether tokens that leave a window are kept until the next `crop`
         self.width = 0
         self.real: Bool | None = None
-        self.plan: StepPlan | None = None
         self.on_devices: dict[torch.device, DeviceTables] = {}  # the block tables that GPUs hold
         self.version = 0
-        self.released = False
         self.abandoned = False  # whether nobody holds the cache any more; set by the block manager
         self.packing: Packing | None = None  # set while a forward pass runs packed
         self.history: History | None = None  # which tokens these are; None: not known
@@ -92,6 +90,7 @@ class CacheState:
 
     def announce_mask(self, attention_mask: Tensor | None, q_length: int) -> None:
         """Take notice of the 2-D mask [B, width + q_length] of the forward pass that is about to begin; None: no pads."""
+        self.check()
         total = self.width + q_length
         if attention_mask is not None and attention_mask.shape[1] < total:
             raise ValueError(
@@ -106,7 +105,7 @@ class CacheState:
         if self.ahead is None or not self.width:  # what an empty cache's layers keep of a failed pass is dropped
             return
         counts = np.full(self.tables.num_rows, q_length)
-        with self.pool.manager.lock:
+        with self.pool.manager.lock, self.pool.manager:
             self.ahead.free()
             marks = [tables.mark() for tables in self.groups]
             try:
@@ -123,10 +122,12 @@ class CacheState:
     def begin(self, batch: int, q_length: int) -> StepPlan:
         """Take blocks for the new tokens of a pass of this shape, and plan it. Raises `PoolExhausted`, and
         `ValueError` where batch or mask contradict what is cached; the state is as before then."""
-        if self.released:
-            raise RuntimeError("this PagedCache was released, its keys and values are gone: make a new one")
-        self.pool.check_process()
-        self._refuse_other_threads()
+        self.check()
+        self.check_passes()
+        with self:
+            return self._begin(batch, q_length)
+
+    def _begin(self, batch: int, q_length: int) -> StepPlan:
         told, self._told = self._told, None
         rows = batch if self.packing is None else len(self.packing.new)
         if self.width == 0 and self.tables.num_rows not in (0, rows):
@@ -159,17 +160,6 @@ class CacheState:
         self.version += 1
         return self.plan
 
-    def _refuse_other_threads(self) -> None:
-        """Raise where another thread is in the middle of a forward pass with this cache."""
-        plan = self.plan
-        if plan is None or not plan.q_length or plan.thread == threading.get_ident():
-            return
-        if len(plan.written) < len(self.pool.geometry):
-            raise RuntimeError(
-                "this PagedCache is used by two threads at once: give each thread its own, cache.fork() shares the blocks. "
-                "After a forward pass that failed half way in another thread, start over with cache.reset()"
-            )
-
     def _foresee(self, width: int, told: bool) -> None:
         """What is known after a pass up to `width`, whose tokens somebody `told` or not. A width that is not that of the
         tokens says that something else is fed, such as embeddings before the prompt."""
@@ -185,7 +175,7 @@ class CacheState:
         """Blocks for `counts` further tokens per row in every group, the rows themselves included where there are none yet,
         and the copies that these need made. Whatever it raises, the tables are as before then."""
         manager = self.pool.manager
-        with manager.lock:
+        with manager.lock, manager:
             self._let_go()
             if many and not self.recording and any(group.window for group in self.pool.groups):
                 self.remember()  # a chunk of a prompt, before what leaves a window is given back
@@ -263,7 +253,7 @@ class CacheState:
         """Begin with tokens that the pool still holds: row `b` with the first `lengths[b]` of its match, at the real ones
         of `width` padded positions (`real` bool [B, width], None: all). With width 0 they stand among the new positions of
         the packed pass that follows."""
-        with self.pool.manager.lock:
+        with self.pool.manager.lock, self.pool.manager:
             for tables in self.groups:
                 tables.add_rows(len(matches))
             for row, match in enumerate(matches):
@@ -299,6 +289,7 @@ class CacheState:
 
     def view(self) -> StepPlan:
         """A plan to read what is stored, with no new token in it."""
+        self.check()
         if self.plan is None or self.plan.packed:
             self._settle()
             nothing = [np.empty(0, np.int64)] * len(self.groups)
@@ -354,8 +345,6 @@ class CacheState:
 
     def fork(self, rows: Int64) -> CacheState:
         """A state of its own with these rows, which may repeat. Shares all frames with this one."""
-        if self.released:
-            raise RuntimeError("this PagedCache was released: there is nothing left to fork")
         twin = CacheState(self.pool)
         with self.pool.manager.lock:
             twin.groups = [tables.fork(rows=rows) for tables in self.groups]
@@ -402,7 +391,8 @@ class CacheState:
 
     def release(self) -> None:
         """Give all blocks back for good."""
-        self.reset()
+        if not self.released:
+            self.reset()
         self.released = True
 
     def row_keys(self) -> list[bytes]:
@@ -413,7 +403,9 @@ class CacheState:
 
     def free(self) -> None:
         """Give all blocks back, those that may serve a later prompt to the prefix index."""
-        with self.pool.manager.lock:
+        if self.interrupted:
+            self.history = None  # it may not be that of the rows any more
+        with self.pool.manager.lock, self.pool.manager, self:
             self.remember()
             self._drop_rows()
 

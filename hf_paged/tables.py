@@ -29,17 +29,23 @@ class BlockTables:
 
     `table` is int32 [rows, capacity]; the entries of row `b` are valid from block `starts[b]` to its last one, and `UNUSED`
     before and beyond. `lengths` is int64 [rows], in tokens, and `starts` int64 [rows], in blocks: what lies before was given
-    back by `slide`. All three are replaced or changed in place by the methods below and by nobody else.
+    back by `slide`. All three are replaced or changed in place by the methods below and by nobody else, those that must agree
+    in one statement without a call, which no signal interrupts: so `held_frames` is right at any moment.
     `abandoned` tells that the owner is gone: whoever still looks must not read.
     """
+
+    lengths: Int64 = np.empty(0, np.int64)
 
     def __init__(self, manager: BlockManager):
         self.manager = manager
         self.table: Int32 = np.empty((0, 0), np.int32)
-        self.lengths: Int64 = np.empty(0, np.int64)
         self.starts: Int64 = np.empty(0, np.int64)
         self.abandoned = False
         manager.add_holder(self)
+
+    def __del__(self) -> None:
+        if len(self.lengths):  # an interrupt has lost it before there was a cache to give its frames back
+            self.manager.abandon(self)
 
     @property
     def num_rows(self) -> int:
@@ -62,13 +68,12 @@ class BlockTables:
         with self.manager.lock:
             table = np.full((self.num_rows + count, self.table.shape[1]), UNUSED, np.int32)
             table[: self.num_rows] = self.table
-            self.table = table
-            self.lengths = np.concatenate([self.lengths, np.zeros(count, np.int64)])
-            self.starts = np.concatenate([self.starts, np.zeros(count, np.int64)])
+            lengths, starts = (np.concatenate([old, np.zeros(count, np.int64)]) for old in (self.lengths, self.starts))
+            self.table, self.lengths, self.starts = table, lengths, starts
 
     def adopt(self, row: int, frames: Int32, start: int, length: int) -> None:
         """Let an empty row hold `length` tokens in `frames`, its blocks from block `start` on, which others hold too."""
-        with self.manager.lock:
+        with self.manager.lock, self.manager:
             self._reserve(start + len(frames))
             self.table[row, start : start + len(frames)] = frames
             self.lengths[row], self.starts[row] = length, start
@@ -85,7 +90,7 @@ class BlockTables:
         counts = np.asarray(counts, np.int64)
         if counts.shape != self.lengths.shape or (counts < 0).any():
             raise ValueError(f"append needs one count >= 0 for each of {self.num_rows} rows, got {counts.tolist()}")
-        with manager.lock:
+        with manager.lock, manager:
             manager.collect()
             old, new = self.lengths, self.lengths + counts
             have, need = manager.blocks_for(old), manager.blocks_for(new)
@@ -116,7 +121,7 @@ class BlockTables:
 
     def restore(self, mark: tuple[Int32, Int64, Int64]) -> None:
         """Be as at a `mark` that was taken under the lock that is still held."""
-        with self.manager.lock:
+        with self.manager.lock, self.manager:
             frames = self.held_frames()
             self.table, self.lengths, self.starts = mark
             self.manager.exchange(frames, self.held_frames())
@@ -131,16 +136,17 @@ class BlockTables:
     def slide(self, first: ArrayLike) -> None:
         """Give back the blocks of each row `b` that lie wholly before its token `first[b]`, which nobody will read again.
         The block of the last token stays."""
-        with self.manager.lock:
+        with self.manager.lock, self.manager:
             last = np.maximum(self.lengths - 1, 0)
             starts = np.clip(np.asarray(first, np.int64), 0, last) // self.manager.block_size
             starts = np.maximum(starts, self.starts)
             column = np.arange(self.table.shape[1])
             dropped = (column >= self.starts[:, None]) & (column < starts[:, None])
             if dropped.any():
-                self.manager.add_references(self.table[dropped], -1)
-                self.table[dropped] = UNUSED
+                frames = self.table[dropped]
                 self.starts = starts
+                self.table[dropped] = UNUSED
+                self.manager.add_references(frames, -1)
 
     def _rows_to_copy(self, counts: Int64, have: Int64) -> Int64:
         """Rows whose partial last block must be copied before this append writes into it."""
@@ -169,14 +175,13 @@ class BlockTables:
         chosen = self._chosen(rows)
         if np.array_equal(chosen, np.arange(self.num_rows)):
             return False
-        with self.manager.lock:
+        with self.manager.lock, self.manager:
             change = np.bincount(chosen, minlength=self.num_rows) - 1
             touched = np.flatnonzero(change)
             per_row = self.manager.blocks_for(self.lengths[touched]) - self.starts[touched]
             self.manager.add_references(self.held_frames(touched), np.repeat(change[touched], per_row))
-            self.table = self.table[chosen]
-            self.lengths = self.lengths[chosen]
-            self.starts = self.starts[chosen]
+            table, lengths, starts = self.table[chosen], self.lengths[chosen], self.starts[chosen]
+            self.table, self.lengths, self.starts = table, lengths, starts
             return True
 
     def unchanged_by(self, rows: Int64) -> bool:
@@ -202,16 +207,16 @@ class BlockTables:
     def join(parts: Sequence[BlockTables], rows: ArrayLike | None = None) -> BlockTables:
         """A new set of rows that shares all frames with the rows of `parts`, in that order; `rows` picks some of them."""
         twin = BlockTables(parts[0].manager)
-        with twin.manager.lock:
+        with twin.manager.lock, twin.manager:
             columns = max(part.table.shape[1] for part in parts)
             padding = [((0, 0), (0, columns - part.table.shape[1])) for part in parts]
             table = np.concatenate(
                 [np.pad(part.table, pad, constant_values=UNUSED) for part, pad in zip(parts, padding)]
             )
             chosen = np.arange(len(table)) if rows is None else np.asarray(rows, np.int64)
-            twin.table = table[chosen]
-            twin.lengths = np.concatenate([part.lengths for part in parts])[chosen]
-            twin.starts = np.concatenate([part.starts for part in parts])[chosen]
+            lengths = np.concatenate([part.lengths for part in parts])[chosen]
+            starts = np.concatenate([part.starts for part in parts])[chosen]
+            twin.table, twin.lengths, twin.starts = table[chosen], lengths, starts
             twin.manager.add_references(twin.held_frames(), 1)
         return twin
 
@@ -222,22 +227,21 @@ class BlockTables:
         new = np.asarray(lengths, np.int64)
         if new.shape != self.lengths.shape or (new < 0).any() or (new > self.lengths).any():
             raise ValueError(f"cannot crop rows of {self.lengths.tolist()} tokens to {new.tolist()}")
-        with self.manager.lock:
+        with self.manager.lock, self.manager:
             keep, have = self.manager.blocks_for(new), self.manager.blocks_for(self.lengths)
             column = np.arange(self.table.shape[1])
             dropped = (column >= np.maximum(keep, self.starts)[:, None]) & (column < have[:, None])
-            self.manager.add_references(self.table[dropped], -1)
+            frames, lengths, starts = self.table[dropped], new.copy(), np.minimum(self.starts, keep)
+            self.lengths, self.starts = lengths, starts
             self.table[dropped] = UNUSED
-            self.lengths = new.copy()
-            self.starts = np.minimum(self.starts, keep)
+            self.manager.add_references(frames, -1)
 
     def free(self) -> None:
         """Give every frame back and drop all rows. Always safe, also twice."""
-        with self.manager.lock:
+        with self.manager.lock, self.manager:
             frames = self.held_frames()
-            self.table = np.empty((0, 0), np.int32)
-            self.lengths = np.empty(0, np.int64)
-            self.starts = np.empty(0, np.int64)
+            table, lengths, starts = np.empty((0, 0), np.int32), np.empty(0, np.int64), np.empty(0, np.int64)
+            self.table, self.lengths, self.starts = table, lengths, starts
             self.manager.add_references(frames, -1)
 
 

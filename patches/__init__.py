@@ -7,9 +7,9 @@ missing or has changed: results stay right then, only sharing is lost. `HF_PAGED
 import os
 import warnings
 
-from . import assisted, encoder_decoder, history, prefill
+from . import assisted, encoder_decoder, history, owner, prefill
 
-PATCHES = (prefill, history, assisted, encoder_decoder)
+PATCHES = (prefill, history, assisted, encoder_decoder, owner)
 
 
 def apply() -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -92,11 +93,11 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
             raise ValueError("generate got a PagedCache and use_cache=False: leave one of the two away")
         whole = covers_everything(input_ids, generation_config, model_kwargs)
         leave_one_token(input_ids, whole, model_kwargs, cache)
-        instrumented = is_instrumented(self)
+        state, instrumented = cache._state, is_instrumented(self)
         rows_as_given = instrumented or draws_at_random(self)
 
         def run(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Any:
-            state, fresh, empty = cache._state, not cached_positions(cache), not cache.num_rows
+            fresh, empty = not cached_positions(cache), not cache.num_rows
             prompt = None if rows_as_given else reuse.read(self, input_ids, whole, model_kwargs, cache)
             new_ids = input_ids[:, cached_positions(cache) :] if whole else input_ids
             if prompt is not None and fresh:
@@ -119,10 +120,13 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
                 if failure is not None:
                     packing.run_padded(self, failure)
             except BaseException:
-                if fresh:
-                    cache.rewind(0)
-                if empty:
-                    cache.reset()  # states and the encoder's keys, too
+                plan = state.plan
+                if plan is None or not plan.q_length or plan.thread == threading.get_ident():
+                    # Nothing stands in it that another thread has written.
+                    if empty:
+                        cache.reset()  # states and the encoder's keys, too
+                    elif fresh:
+                        cache.rewind(0)
                 raise
             finally:
                 state.prefilling = False
@@ -151,7 +155,7 @@ def _wrap(upstream: Callable[..., Any]) -> Callable[..., Any]:
             # Older releases note in the arguments how far they have come.
             model_kwargs.update({name: value for name, value in few.items() if name not in model_kwargs})
             # Also on failure: rows that were equal before hold the same blocks, so this puts the cache back as it was.
-            if cache.num_rows == shared:
+            if cache.num_rows == shared and not state.interrupted:
                 cache.select(inverse)
         returned = _cache_in(outputs)
         if (

@@ -103,8 +103,42 @@ def test_release_twice_and_use_after(pool: PagePool) -> None:
     assert pool.stats().free == 40 and repr(cache) == "PagedCache(released)"
     with pytest.raises(RuntimeError, match="was released"):
         feed(cache, torch.tensor([[1]]))
-    with pytest.raises(RuntimeError, match="was released"):
-        cache.fork()
+    for use in (
+        cache.fork,
+        cache.reset,
+        lambda: cache.lengths,
+        lambda: cache.block_tables,
+        lambda: cache.attention_mask,
+        lambda: cache.select([0, 1]),
+        lambda: cache.crop(-1),
+        lambda: cache.rewind(0),
+        lambda: PagedCache.join([cache]),
+    ):
+        with pytest.raises(RuntimeError, match=r"was released, its keys and values are gone: make a new one"):
+            use()
+    cache.release()
+
+
+def test_rows_are_whole_numbers_or_one_flag_each(pool: PagePool) -> None:
+    cache = PagedCache(pool)
+    feed(cache, torch.arange(15).view(3, 5))
+    before = cache.block_tables
+    flags = r"flags, and the cache has 3 rows: give one flag per row"
+    for rows, error, message in [
+        ([True], ValueError, flags),
+        (torch.tensor([[True, False, True]]), ValueError, flags),
+        ([0.0, 2.0], TypeError, r"rows=\[0.0, 2.0\] must be whole numbers"),
+        (["0"], TypeError, "must be whole numbers"),
+        ([3], IndexError, "must lie in 0..2"),
+    ]:
+        for use in (cache.select, lambda rows: cache.fork(rows=rows)):
+            with pytest.raises(error, match=message):
+                use(rows)
+    assert cache.block_tables == before
+    cache.select(torch.tensor([True, False, True]))
+    assert cache.block_tables == [before[0], before[2]]
+    cache.select([])
+    assert cache.num_rows == 0
 
 
 def test_context_manager_releases_after_an_exception(pool: PagePool) -> None:

@@ -132,3 +132,24 @@ def test_joined_tables_are_unused_beyond_each_row(pool: PagePool) -> None:
     feed(short, torch.tensor([[1]]))
     (tables,) = PagedCache.join([long, short])._state.groups
     assert (tables.table[1, 1:] == UNUSED).all() and (tables.table[0, 8:] == UNUSED).all()
+
+
+@pytest.mark.parametrize("how", ["fork", "join"])
+def test_what_leaves_a_window_is_kept_by_a_copy_too(how: str, model_of: Any) -> None:
+    """Fifteen tokens, over three windows of eight, are undone in a copy of a cache that keeps them."""
+    model, ids = model_of("mistral"), prompts([12, 12])["input_ids"]
+    pool = make_pool(model)
+    caches = [PagedCache(pool), PagedCache(pool)]
+    with torch.no_grad():
+        for row, cache in enumerate(caches):
+            model(ids[row : row + 1], **{CACHE: cache})
+        caches[1].layers[0].activate_past_recording()
+        twin = caches[1].fork() if how == "fork" else PagedCache.join(caches)
+        for token in range(15):
+            model(torch.full((twin.num_rows, 1), 3 + token), **{CACHE: twin})
+        twin.crop(-15)
+        new = torch.full((twin.num_rows, 1), 9)
+        got = model(new, **{CACHE: twin}).logits[-1]
+        want = model(new[:1], **{CACHE: caches[1]}).logits[0]
+    assert twin.lengths == [13] * twin.num_rows and twin.layers[0].record_past
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
