@@ -29,8 +29,8 @@ class History:
 
     def follow(self, ids: Tensor, width: int) -> bool:
         """Take notice of the sequences so far, `ids` [B, n], of which the cache holds `width` positions. Costs nothing.
-        Returns False where the cache holds more than is known."""
-        if width > self.known or len(ids) != len(self._latest_rows):
+        Returns False where the cache holds more than is known, or less than what comes before these ids."""
+        if not self._shift <= width <= self.known or len(ids) != len(self._latest_rows):
             return False
         self._latest, self._latest_rows, self.known = ids, np.arange(len(ids)), self._shift + ids.shape[1]
         return True

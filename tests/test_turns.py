@@ -8,12 +8,14 @@ import functools
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny import CACHE, KNOWS_POSITIONS, VOCAB, build, default, make_pool, paged, prompts, upstream
 from transformers import DynamicCache
 
 from hf_paged import PagedCache, PagePool, PoolExhausted
+from hf_paged.history import History
 
 GREEDY: dict[str, Any] = dict(max_new_tokens=9)
 
@@ -266,3 +268,12 @@ def test_other_tokens_in_the_place_of_a_prompt(before: str, told: bool) -> None:
     by_hand(model, cache, torch.cat([turn[:, :width], (turn[:, width : width + 4] + 9) % VOCAB], 1), 4, told)
     cache.release()
     later_prompts_are_right(model, pool, turn)
+
+
+def test_ids_that_begin_beyond_what_is_cached() -> None:
+    """After a crop, what stands between the two is not known: it isn't what stood there before."""
+    history = History(b"root", np.arange(20)[None], given=4)
+    history.known = 16
+    assert not history.follow(torch.empty(1, 0, dtype=torch.long), 15)
+    assert history.follow(torch.tensor([[7]]), 16) and history.known == 17
+    assert history.tokens().tolist() == [[*range(16), 7]]
