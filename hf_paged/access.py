@@ -28,8 +28,7 @@ class Access:
         self.interrupted = True
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
-        if kind is None or issubclass(kind, Exception):
-            self.interrupted = False
+        self.interrupted = kind is not None and not issubclass(kind, Exception)
 
     def check(self, whole: bool = True) -> None:
         """Raise `RuntimeError` where nobody may use this cache, or not this process or thread; also after an interrupt, unless
