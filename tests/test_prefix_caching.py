@@ -163,12 +163,16 @@ def test_changed_weights_find_nothing_stale(change: Callable[[Any], None]) -> No
     assert torch.equal(fresh, paged(model, turn, pool, **GREEDY)) and cached == 38
 
 
-def test_a_cache_from_before_leaves_nothing_under_changed_weights() -> None:
+@pytest.mark.parametrize("forget", [False, True])
+def test_a_cache_from_before_leaves_nothing_under_changed_weights(forget: bool) -> None:
+    """Nor where the index knows its blocks no longer, and would take them under any weights."""
     model = build("llama")
     pool, ids = make_pool(model), random_ids(1, 30)
     with PagedCache(pool) as kept:
         out = model.generate(**whole(ids), **GREEDY, **{CACHE: kept})
         _in_place(model)
+        if forget:
+            pool.clear_prefix_cache()
         turn = whole(torch.cat([out, random_ids(1, 5, 6)], 1))
         model.generate(**turn, **GREEDY, **{CACHE: kept})
     assert torch.equal(default(model, turn, **GREEDY), paged(model, turn, pool, **GREEDY))
