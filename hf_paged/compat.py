@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
-from transformers import LlamaForCausalLM, cache_utils
+from transformers import GenerationMixin, LlamaForCausalLM, cache_utils
 from transformers.utils import import_utils
 
 RELEASE = Version(transformers.__version__).release[:2]
@@ -30,6 +30,11 @@ CROP_TO_LENGTH = RELEASE < (5, 18)
 # where it holds a single state, the whole layer stays transformers' own.
 LinearAttentionLayer: Any = getattr(cache_utils, "LinearAttentionLayer", type("NoStates", (), {}))
 HAS_HYBRID_LAYERS = "number_of_states" in inspect.signature(LinearAttentionLayer.__init__).parameters
+
+# Whether `generate` takes ids for the whole sequence, whatever the mask covers, and cuts every step by position, as up to 5.9.
+CUTS_BY_POSITION = (
+    "next_sequence_length" not in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+)
 
 # Whether a prefill in chunks goes on from what is cached. In 5.17 it starts over, whatever the cache holds.
 CHUNKS_GO_ON = RELEASE >= (5, 24)

@@ -26,7 +26,7 @@ from transformers.generation import GenerationMixin
 
 from hf_paged import packing, reuse
 from hf_paged.cache import PagedCache
-from hf_paged.compat import CHUNKS_GO_ON, after_chunks, only_states, positions_in_modules
+from hf_paged.compat import CHUNKS_GO_ON, CUTS_BY_POSITION, after_chunks, only_states, positions_in_modules
 from hf_paged.encoder_decoder import PagedEncoderDecoderCache
 from hf_paged.layout import STATE_IN_MODULES
 from hf_paged.rows import (
@@ -219,7 +219,7 @@ def covers_everything(input_ids: Tensor, generation_config: Any, model_kwargs: d
     """Whether `input_ids` are the whole sequence, cached tokens included, as `generate` decides it: by the mask's length."""
     mask = model_kwargs.get("attention_mask" if model_kwargs.get(ENCODED) is None else "decoder_attention_mask")
     covered = mask.shape[1] if mask is not None else getattr(generation_config, "_mask_length", -1)
-    return bool(covered == input_ids.shape[1])
+    return CUTS_BY_POSITION or bool(covered == input_ids.shape[1])
 
 
 def leave_one_token(input_ids: Tensor, whole: bool, model_kwargs: dict[str, Any], cache: PagedCache) -> None:

@@ -23,7 +23,16 @@ RELEASES = ["5.0.0", "5.10.4", "5.17.0", "5.24.0"]
 # What touches transformers, without its list of architectures. The kernels and the block tables know nothing of it.
 CORE = ["attention", "beams", "cache", "decoding_modes", "enable", "enable_callers", "encoder_decoder", "generate"]
 CORE += ["hybrids", "multimodal", "packing", "padding", "prefill_patch", "prefix_caching", "reuse", "text", "tree"]
-CORE += ["enable_composites", "interrupted_prefill", "shortage", "soft_prompts", "threads", "turns", "weights", "windows"]
+CORE += [
+    "enable_composites",
+    "interrupted_prefill",
+    "shortage",
+    "soft_prompts",
+    "threads",
+    "turns",
+    "weights",
+    "windows",
+]
 ROOT = Path(__file__).parent.parent
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -48,6 +49,8 @@ def test_another_source() -> None:
 def test_another_prompt(kind: str) -> None:
     """Of layers that are paged and others, and of others only."""
     model = built(kind)
+    if CACHE not in inspect.signature(model.forward).parameters:
+        pytest.skip(f"{kind} of this release takes its cache under a name of its own")
     own = model.config._attn_implementation
     flags = dict(max_new_tokens=9, eos_token_id=None)
     want = default(model, random_ids(2), own, **flags)

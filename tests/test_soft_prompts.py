@@ -18,8 +18,10 @@ VIRTUAL = torch.randn(1, 8, 64, generator=torch.Generator().manual_seed(3))
 
 def with_virtual_tokens(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     """What a model is fed: in the first step, eight embeddings before its ids."""
-    inputs = {name: value for name, value in inputs.items() if name not in ("attention_mask", "position_ids")}
-    if inputs[CACHE].get_seq_length() == 0:
+    places = ("attention_mask", "position_ids", "cache_position")
+    inputs = {name: value for name, value in inputs.items() if name not in places}
+    cache = inputs.get(CACHE)  # up to 5.9 the model makes its own in the first step
+    if cache is None or cache.get_seq_length() == 0:
         embeddings = model.get_input_embeddings()(inputs.pop("input_ids"))
         inputs["inputs_embeds"] = torch.cat([VIRTUAL.expand(len(embeddings), -1, -1), embeddings], 1)
     return inputs

@@ -122,6 +122,7 @@ def shapes_of(model: Any) -> Iterator[list[tuple[int, ...]]]:
 LIMITS = [
     ((5, 10), "_prefill", "Cannot use prefill chunking without a cache", "chunks"),
     ((5, 10), "generate", "index -1 is out of bounds", "new ids alone, on a filled cache"),
+    ((5, 10), "get_candidates", "missing 1 required positional argument", "drafts of a model's first layers"),
     ((5, 10), "_assisted_decoding", "Cannot `crop` a `DynamicSlidingWindowLayer`", "rollback past a window"),
     ((5, 24), "_assisted_decoding", r"The size of tensor a .* tensor b .* dimension 3", "drafts past a window"),
 ]
