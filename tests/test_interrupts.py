@@ -194,15 +194,27 @@ def assert_refused(world: World, mirror: Mirror) -> None:
         step(world, mirror)
 
 
+def settle(world: World, mirror: Mirror, before: Mirror) -> None:
+    """After an interrupt a cache holds what it did, or all that the change brings, or nothing; or else it is refused."""
+    cache = mirror.cache
+    if same(world, before):
+        vars(mirror).update(vars(before))
+    elif cache._state.released or same(world, Mirror(cache)):
+        mirror.clear()
+    elif not same(world, mirror):
+        assert_refused(world, mirror.like(cache))
+        cache.reset()
+        mirror.clear()
+
+
 def sound_after(change: Callable[[World, Mirror], None], interrupt: Interrupt, line: int) -> bool:
     """Interrupt a change at a line. False if it has fewer."""
     world = prepared(40 if change is not _evict else 32)
-    a = world.mirrors[0]
-    before = a.like(a.cache)
-    cache = a.cache
+    mirrors = {key: world.mirrors[key] for key in (0, 1)}
+    befores = {key: mirror.like(mirror.cache) for key, mirror in mirrors.items()}
     try:
         with interrupt.at(line):
-            change(world, a)
+            change(world, mirrors[0])
         finished = True
     except KeyboardInterrupt as error:
         error.__traceback__ = None
@@ -211,25 +223,17 @@ def sound_after(change: Callable[[World, Mirror], None], interrupt: Interrupt, l
     world.pool.check_integrity()
     if not finished:
         assert not world.pool.manager.lock._is_owned()  # type: ignore[attr-defined]
-        if not same(world, before):
-            empty = Mirror(cache)
-            if cache._state.released or same(world, empty):
-                a.clear()
-            else:
-                assert_refused(world, a.like(cache))
-                cache.reset()
-                a.clear()
-        else:
-            vars(a).update(vars(before))
-    if cache._state.released:
-        world.mirrors.pop(0, None)
+        for key, mirror in mirrors.items():
+            settle(world, mirror, befores[key])
+    for key in [key for key, mirror in world.mirrors.items() if mirror.cache._state.released]:
+        del world.mirrors[key]
     world.check()
     for mirror in list(world.mirrors.values()):
         if mirror.width:
             step(world, mirror)
     world.check()
     world.mirrors.clear()
-    del a, before, cache
+    del mirrors, befores
     mirror = None
     gc.collect()
     pool = world.pool
