@@ -155,6 +155,33 @@ def test_ways_take_turns() -> None:
     assert calls == list("ab" + "ab" * 3) and [len(values) for values in seconds.values()] == [3, 3]
 
 
+def test_a_difference_below_the_noise_has_no_ratio(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ops, "run_reorder", lambda *args: measure.Row("reorder", 0.5, -0.25))
+    files = tmp_path / "out.json", tmp_path / "out.png"
+    assert main(["bench", "--task", "reorder", "--json", str(files[0]), "--plot", str(files[1])]) == 0
+    assert "| reorder | 0.500 s | -0.250 s | below noise |" in capsys.readouterr().out
+    assert json.loads(files[0].read_text(), parse_constant=pytest.fail)["results"][0]["ratio"] is None
+    assert files[1].exists()
+
+
+def test_long_and_short_steps_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a machine that slows down meanwhile slows both of a difference."""
+    order: list[int] = []
+    make = tasks._steps
+
+    def steps(model: Any, rows: int, context: int, *args: Any) -> Any:
+        return {
+            side: lambda step=step: order.append(context) or step()
+            for side, step in make(model, rows, context, *args).items()
+        }
+
+    monkeypatch.setattr(tasks, "_steps", steps)
+    tasks.run_step("step-8x1024", tiny.build("llama", "sdpa"), dict(block_size=4, kernel=None), 1, iter)
+    assert order == [tasks.STEP_FLOOR, tasks.STEP_FLOOR, 40, 40] * 5
+
+
 def test_the_gpu_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     monkeypatch.setattr(measure, "on_gpu", lambda: True)

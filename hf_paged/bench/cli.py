@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import math
 import os
 import platform
 import traceback
@@ -243,7 +242,8 @@ def line(row: Row, with_static: bool) -> str:
     size = f"{kv['default'] / 2**20:.0f} / {kv['paged'] / 2**20:.0f} MiB" if kv else ""
     remarks = "; ".join(_remark(name, value) for name, value in row.notes.items() if name not in ("kv_bytes", "static"))
     static = f" {row.notes['static']:.3f} {row.unit} |" if "static" in row.notes else " |" if with_static else ""
-    times = f"{row.default:.3f} {row.unit} |{static} {row.paged:.3f} {row.unit} | {row.ratio:.2f}"
+    ratio = "below noise" if row.ratio is None else f"{row.ratio:.2f}"
+    times = f"{row.default:.3f} {row.unit} |{static} {row.paged:.3f} {row.unit} | {ratio}"
     return f"| {row.task} | {times} | {size} | {remarks} |"
 
 
@@ -259,10 +259,10 @@ def plot(rows: list[Row], settings: dict[str, Any], file: Path) -> None:
     """Ratios as bars."""
     from matplotlib.figure import Figure
 
-    rows = [row for row in rows if math.isfinite(row.ratio)]
-    figure = Figure(figsize=(8, 0.5 * len(rows) + 1.5), layout="constrained")
+    ratios = {row.task: row.ratio for row in rows if row.ratio is not None}
+    figure = Figure(figsize=(8, 0.5 * len(ratios) + 1.5), layout="constrained")
     axes = figure.subplots()
-    bars = axes.barh([row.task for row in rows], [row.ratio for row in rows], color="#3b6ea8")
+    bars = axes.barh(list(ratios), list(ratios.values()), color="#3b6ea8")
     axes.bar_label(bars, fmt="%.2f", padding=3)
     axes.axvline(1, color="black", linewidth=0.8)
     axes.invert_yaxis()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+Name = TypeVar("Name", bound=Hashable)
 
 COMPILED_WARM_UPS = 3  # on a GPU, until compiled graphs are recorded
 
@@ -27,9 +29,9 @@ class Row:
     notes: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def ratio(self) -> float:
-        """How many times faster hf_paged is."""
-        return self.default / self.paged if self.paged > 0 else float("inf")
+    def ratio(self) -> float | None:
+        """How many times faster hf_paged is. None where a difference of times came out as nothing: it is below the noise."""
+        return self.default / self.paged if self.paged > 0 else None
 
 
 def on_gpu() -> bool:
@@ -44,11 +46,11 @@ def finish() -> None:
 
 
 def interleave(
-    ways: dict[str, Callable[[], Any]],
+    ways: dict[Name, Callable[[], Any]],
     repeats: int,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
     collect: bool = False,
-) -> dict[str, list[float]]:
+) -> dict[Name, list[float]]:
     """Call every way once to warm up, then `repeats` times in turn. Returns the seconds of each call, the device's part
     included.
 
@@ -56,7 +58,7 @@ def interleave(
     """
     for way in ways.values():
         way()
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    seconds: dict[Name, list[float]] = {name: [] for name in ways}
     gc.collect()
     gc.disable()
     try:

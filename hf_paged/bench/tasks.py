@@ -158,28 +158,31 @@ def _steps_of(repeats: int) -> int:
     return 4 * repeats + 1
 
 
+@torch.no_grad()
 def run_step(name: str, model: Any, pool_options: dict[str, Any], repeats: int, progress: Progress) -> Row:
-    """What cache and attention add to a decode step: the time of a step on a long context minus that on a short one."""
-    task = STEPS[name]
-    times: dict[tuple[str, int], float] = {}
-    for context in (STEP_FLOOR, task.context):
-        seconds = _steps(model, task.rows, context, pool_options, repeats, progress)
-        for side, values in seconds.items():
-            times[side, context] = median(values)
-    cost = {side: times[side, task.context] - times[side, STEP_FLOOR] for side in ("default", "paged")}
+    """What cache and attention add to a decode step: the time of a step on a long context minus that of one on a short context
+    right before it."""
+    task, sides = STEPS[name], ("default", "paged")
+    ways = {
+        (side, context): step
+        for context in (STEP_FLOOR, task.context)
+        for side, step in _steps(model, task.rows, context, pool_options, repeats).items()
+    }
+    seconds = interleave(ways, 4 * repeats, progress)
+    long, short = ({side: seconds[side, context] for side in sides} for context in (task.context, STEP_FLOOR))
+    cost = {side: median(a - b for a, b in zip(long[side], short[side])) for side in sides}
     notes = dict(
-        step={side: times[side, task.context] for side in cost},
-        floor={side: times[side, STEP_FLOOR] for side in cost},
+        step={side: median(long[side]) for side in sides},
+        floor={side: median(short[side]) for side in sides},
         what=f"step minus the same step at {STEP_FLOOR} tokens of context",
     )
     return Row(name, cost["default"], cost["paged"], "s", notes=notes)
 
 
-@torch.no_grad()
 def _steps(
-    model: Any, rows: int, context: int, pool_options: dict[str, Any], repeats: int, progress: Progress
-) -> dict[str, list[float]]:
-    """Seconds of `4 * repeats` decode steps on random keys and values; the context grows by one token at each."""
+    model: Any, rows: int, context: int, pool_options: dict[str, Any], repeats: int
+) -> dict[str, Callable[[], None]]:
+    """A decode step on random keys and values, per cache; the context grows by one token at each."""
     per_row = -(-(context + _steps_of(repeats)) // (pool_options["block_size"] or 16))
     pool = PagePool.for_model(model, num_blocks=rows * per_row, **pool_options)
     caches: dict[str, Any] = dict(default=DynamicCache(config=model.config), paged=PagedCache(pool))
@@ -201,6 +204,4 @@ def _steps(
 
         return run
 
-    seconds = interleave(dict(default=step("default", "sdpa"), paged=step("paged", "paged")), 4 * repeats, progress)
-    caches["paged"].release()
-    return seconds
+    return dict(default=step("default", "sdpa"), paged=step("paged", "paged"))
